@@ -1,0 +1,1 @@
+"""hybridize: turn a pretrained Transformer into a hybrid linear-attention model."""

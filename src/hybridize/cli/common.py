@@ -1,0 +1,113 @@
+"""Arguments that several verbs share, and plain tables."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+class Dtype(StrEnum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+RecipeOption = Annotated[
+    str,
+    typer.Option(
+        "--recipe", "-r", help="A recipe file, or the name of one that ships (see `hybridize recipes`)."
+    ),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="PATH=VALUE",
+        help="Change a value of the recipe: --set transfer.tokens=1M. Repeatable.",
+    ),
+]
+DeviceOption = Annotated[
+    str | None,
+    typer.Option(help="cpu, cuda or cuda:N; by default the GPU where there is one.", show_default=False),
+]
+DtypeOption = Annotated[
+    Dtype | None,
+    typer.Option(
+        help="Numbers that the weights are held in; by default the checkpoint's.", show_default=False
+    ),
+]
+RunArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN_OR_MODEL", help="A run folder, or a teacher: hub id, folder, GGUF file or alias."
+    ),
+]
+
+
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], text: int = 1) -> None:
+    """A table whose first `text` columns are text and whose others are numbers."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table: Table = Table(title=title, title_justify="left", title_style="bold")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index < text else "right")
+    for row in rows:
+        table.add_row(*(_cell(value) for value in row))
+    # A pipe has no width of its own; wide enough for every table of ours.
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
+
+
+def write_json(data: Any, path: Path) -> None:
+    """Write `data` to `path`; `-` is the standard output."""
+    text = json.dumps(data, indent=2)
+    if str(path) == "-":
+        typer.echo(text)
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def human_bytes(count: float) -> str:
+    """`count` in B, KiB, MiB, ... with three digits that matter."""
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    index = 0
+    while count >= 1024 and index < len(units) - 1:
+        count, index = count / 1024, index + 1
+    return (
+        f"{count:.0f} B"
+        if index == 0
+        else f"{count:.3g} {units[index]}"
+        if count < 1000
+        else f"{count:.0f} {units[index]}"
+    )
+
+
+def human_count(count: float | None) -> str:
+    """`count` as 16.8M, 8.03B, ..."""
+    if count is None:
+        return "-"
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g}{unit}"
+    return f"{count:g}"
+
+
+def split_list(text: str) -> list[str]:
+    """`a,b, c` as a list."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,93 @@
+"""`hybridize eval`: perplexity by position and passkey retrieval, with parts of the model left out on request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hybridize.cli.common import DeviceOption, DtypeOption, RunArgument, print_table, split_list, write_json
+
+
+class Mode(StrEnum):
+    hybrid = "hybrid"
+    softmax_only = "softmax_only"
+    far_only = "far_only"
+    linear_only = "linear_only"
+    sinks_only = "sinks_only"
+    none = "none"
+
+
+class Removal(StrEnum):
+    zero = "zero"
+    renormalize = "renormalize"
+
+
+def evaluate(
+    run: RunArgument,
+    mode: Annotated[Mode, typer.Option(help="Which parts of the attention take part.")] = Mode.hybrid,
+    removal: Annotated[
+        Removal,
+        typer.Option(
+            help="zero: a removed part leaves the denominator as it is; renormalize: it leaves that too."
+        ),
+    ] = Removal.zero,
+    tasks: Annotated[str, typer.Option(help="Comma-separated: perplexity, passkey.")] = "perplexity,passkey",
+    lengths: Annotated[str, typer.Option(help="Comma-separated context lengths of the tasks.")] = "512,1024",
+    samples: Annotated[
+        int | None,
+        typer.Option(min=1, help="Rows (perplexity) or prompts a length (passkey).", show_default=False),
+    ] = None,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write the results as JSON ('-': print them)."),
+    ] = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+) -> None:
+    """Perplexity by position on held-out text and 5-digit passkeys, for a run or its teacher."""
+    import hybridize
+
+    result = hybridize.evaluate(
+        run,
+        tasks=split_list(tasks),
+        mode=mode.value,
+        removal=removal.value,
+        lengths=parse_lengths(lengths),
+        samples=samples,
+        device=device,
+        dtype=dtype.value if dtype else None,
+    )
+    plain = result.to_dict()
+    if json_file is not None:
+        write_json(plain, json_file)
+    if str(json_file) != "-":
+        print_result(plain, title=f"{run}, {mode.value}")
+
+
+def parse_lengths(text: str) -> list[int]:
+    """`512,1024` as numbers."""
+    parts = split_list(text)
+    if not parts or not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise ValueError(f"--lengths is {text!r}; write positive numbers of tokens such as 512,1024")
+    return [int(part) for part in parts]
+
+
+def print_result(result: Mapping[str, Any], title: str) -> None:
+    """Plain values as one table; every list of mappings and every mapping as a table of its own."""
+    values = [
+        (name, value) for name, value in result.items() if not isinstance(value, Mapping | list | tuple)
+    ]
+    if values:
+        print_table(title, ("", "value"), values)
+    for name, value in result.items():
+        if isinstance(value, Mapping):
+            print_result(value, title=f"{title}: {name}")
+        elif isinstance(value, list | tuple) and value and all(isinstance(row, Mapping) for row in value):
+            columns = [key for key, cell in value[0].items() if not isinstance(cell, Mapping | list | tuple)]
+            print_table(
+                f"{title}: {name}", columns, [[row.get(column) for column in columns] for row in value]
+            )

@@ -1,0 +1,98 @@
+"""Batches of packed rows: an endless shuffled stream for training that starts at any step, and one ordered pass.
+
+Legend: B rows, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import LongTensor
+
+from hybridize.data.packing import IGNORED, PackedRows
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a model and a loss take.
+
+    Attributes:
+        input_ids_BT: token ids.
+        labels_BT: not shifted (position t holds token t); -100 at the first token of every document or piece, in
+            masked prompts, and nowhere else. There is no padding.
+        position_ids_BT: from 0 in every document or piece: documents do not see each other.
+    """
+
+    input_ids_BT: LongTensor
+    labels_BT: LongTensor
+    position_ids_BT: LongTensor
+
+    @property
+    def tokens(self) -> int:
+        """Number of targets."""
+        return int((self.labels_BT != IGNORED).sum())
+
+    def to(self, device: str | torch.device) -> Batch:
+        return Batch(*(tensor.to(device) for tensor in (self.input_ids_BT, self.labels_BT, self.position_ids_BT)))
+
+
+def batches(rows: PackedRows, batch_size: int, *, seed: int, start_step: int = 0) -> Iterator[Batch]:
+    """Endless batches, rows in a new order each epoch, from step `start_step` on.
+
+    Step k takes the rows at places `k * batch_size ...` of the concatenated epochs, so no row is dropped, a batch may
+    span two epochs, and starting late costs one permutation. Epoch e's order depends on (seed, e) alone.
+
+    Raises:
+        ValueError: `batch_size` below 1 or `start_step` below 0.
+    """
+    if batch_size < 1 or start_step < 0:
+        raise ValueError(f"batch_size is {batch_size} and start_step {start_step}; they must be at least 1 and 0")
+    return _endless(rows, batch_size, seed, start_step)
+
+
+def ordered_batches(rows: PackedRows, batch_size: int, tokens: int | None = None) -> Iterator[Batch]:
+    """One pass in the order of the rows, for evaluation; the last batch may be smaller.
+
+    Args:
+        tokens: read only the first rows, enough for this many tokens; None reads all.
+    """
+    if batch_size < 1:
+        raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
+    count = len(rows) if tokens is None else min(len(rows), -(-tokens // rows.length))
+    return (make_batch(rows, range(i, min(i + batch_size, count))) for i in range(0, count, batch_size))
+
+
+def make_batch(rows: PackedRows, indices: Sequence[int]) -> Batch:
+    """The given rows as one batch."""
+    chosen = [rows.row(index) for index in indices]
+    positions_BT = np.stack([_positions(row.starts, rows.length) for row in chosen])
+    return Batch(
+        input_ids_BT=_long(np.stack([row.input_ids for row in chosen])),
+        labels_BT=_long(np.stack([row.labels for row in chosen])),
+        position_ids_BT=_long(positions_BT),
+    )
+
+
+def _endless(rows: PackedRows, batch_size: int, seed: int, step: int) -> Iterator[Batch]:
+    epoch, order = -1, np.empty(0, dtype=np.int64)
+    while True:
+        indices = []
+        for place in range(step * batch_size, (step + 1) * batch_size):
+            if place // len(rows) != epoch:
+                epoch = place // len(rows)
+                order = np.random.default_rng([seed, epoch]).permutation(len(rows))
+            indices.append(int(order[place % len(rows)]))
+        yield make_batch(rows, indices)
+        step += 1
+
+
+def _positions(starts: np.ndarray, length: int) -> np.ndarray:
+    lengths = np.diff(np.append(starts, length))
+    return np.arange(length) - np.repeat(starts, lengths)
+
+
+def _long(values: np.ndarray) -> LongTensor:
+    return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64))  # type: ignore[return-value]

@@ -1,0 +1,121 @@
+"""Documents, their removal as duplicates, their fingerprint, and the division into train, validation and test.
+
+A group is what must not be split: all documents of one package, or all copies of one text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Split = Literal["train", "validation", "test"]
+SPLITS: tuple[Split, ...] = get_args(Split)
+
+_SALT = "hybridize split 1"
+_PREFIX = 200  # normalised characters that two near-duplicates share
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text: plain `text`, or `prompt` and `response`, or `messages` (dicts with `role` and `content`).
+
+    `split` is where the source itself puts the document (a file named test.jsonl), None where it does not say.
+    """
+
+    group: str
+    text: str | None = None
+    prompt: str | None = None
+    response: str | None = None
+    messages: tuple[Mapping[str, str], ...] | None = None
+    split: Split | None = None
+
+    @property
+    def content(self) -> str:
+        """Everything it says, as one string: for hashes and sizes."""
+        if self.text is not None:
+            return self.text
+        if self.messages is not None:
+            return json.dumps([dict(message) for message in self.messages], sort_keys=True, ensure_ascii=False)
+        return f"{self.prompt}\0{self.response}"
+
+
+class Deduplicator:
+    """Says whether a text is new: exact copies are not, nor texts alike in their first 200 normalised characters."""
+
+    def __init__(self) -> None:
+        self._seen: set[bytes] = set()
+
+    def is_new(self, text: str) -> bool:
+        normalised = re.sub(r"\W+", " ", text[: 4 * _PREFIX]).strip().lower()[:_PREFIX]
+        key = hashlib.blake2b(normalised.encode(), digest_size=16).digest()
+        if key in self._seen:
+            return False
+        self._seen.add(key)
+        return True
+
+
+def unit_hash(text: str) -> float:
+    """Hash of a text as a number in [0, 1), the same on every machine."""
+    digest = hashlib.sha256(f"{_SALT}:{text}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64
+
+
+def assign_splits(sizes: Mapping[str, int], *, validation: float, test: float) -> dict[str, Split]:
+    """Divide whole groups, deterministically, so that held-out splits get their share of the text.
+
+    Groups are taken in the order of their hash: first into test until it holds `test` of all characters, then into
+    validation. A group above half the share is left for train, so that no large package makes up a split alone;
+    where no group is that small the smallest is taken. At least one group always stays in train.
+
+    Args:
+        sizes: characters of each group.
+        validation, test: shares of all characters, in [0, 0.5).
+    """
+    total = sum(sizes.values())
+    order = sorted(sizes, key=lambda group: (unit_hash(group), group))
+    assigned: dict[str, Split] = {}
+    for split, share in (("test", test), ("validation", validation)):
+        filled = 0
+        free = [group for group in order if group not in assigned]
+        fitting = [group for group in free if sizes[group] <= share * total / 2]
+        for group in fitting or sorted(free, key=lambda group: sizes[group])[:1]:
+            if filled >= share * total or len(assigned) >= len(sizes) - 1:
+                break
+            assigned[group] = split
+            filled += sizes[group]
+    return {group: assigned.get(group, "train") for group in sizes}
+
+
+def divide(documents: Iterable[Document], *, validation: float, test: float) -> dict[Split, list[Document]]:
+    """Documents by split. What the source declares holds; a split it does not declare is carved out of train."""
+    documents = list(documents)
+    declared = {document.split for document in documents} - {None}
+    pool: dict[str, int] = {}
+    for document in documents:
+        if document.split in (None, "train"):
+            pool[document.group] = pool.get(document.group, 0) + len(document.content)
+    assigned = assign_splits(
+        pool,
+        validation=0.0 if "validation" in declared else validation,
+        test=0.0 if "test" in declared else test,
+    )
+    parts: dict[Split, list[Document]] = {split: [] for split in SPLITS}
+    for document in documents:
+        held_out = document.split in ("validation", "test")
+        parts[document.split if held_out and document.split else assigned[document.group]].append(document)
+    return parts
+
+
+def corpus_fingerprint(documents: Iterable[Document]) -> str:
+    """sha256 of all documents in their order."""
+    digest = hashlib.sha256()
+    for document in documents:
+        for part in (document.group, document.content):
+            encoded = part.encode("utf-8", "surrogatepass")
+            digest.update(len(encoded).to_bytes(8, "big"))
+            digest.update(encoded)
+    return digest.hexdigest()

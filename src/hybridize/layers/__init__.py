@@ -1,0 +1,1 @@
+"""The one module that is put into a model."""

@@ -1,0 +1,194 @@
+"""`TokenMixer` replaces a model's attention module: the projections stay, head groups mix the tokens.
+
+It works in three calls, `project -> attend -> finish`, shared by the plain forward, transfer and probes.
+
+Legend: B rows, T tokens, E width, H query heads, G KV heads, D head dim, V value dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from hybridize.mixers.registry import build_mixer
+from hybridize.mixers.softmax import SoftmaxMixer
+from hybridize.mixers.types import GroupShape
+from hybridize.ops import softmax
+from hybridize.ops.sequences import Sequences
+from hybridize.ops.types import HYBRID, Ablation, Removal, State
+from hybridize.spec import GroupSpec, LayerSpec
+from hybridize.windows import Window
+
+Mode = Literal["hybrid", "softmax_only", "far_only", "linear_only", "sinks_only", "none"]
+Scope = Literal["mixed", "all"]
+SINKS_ONLY = 8
+"""`sinks_only` sees the first 8 positions (DESIGN D12)."""
+
+
+class LayerShape(Protocol):
+    """A layer's attention in numbers; see `models.families.AttentionShape`."""
+
+    layer: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    softcap: float | None
+    window: int | None
+
+
+class Projections(Protocol):
+    """How a family projects into and out of its attention; see `models.families.Family`."""
+
+    def project(
+        self, mixer: Any, shape: Any, x_BTE: Tensor, position_embeddings: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+    def finish(self, mixer: Any, o_BTHD: Tensor) -> Tensor: ...
+
+
+@dataclass
+class Call:
+    """What one forward pass of the model hands to its layers: the sequences and, with a cache, the states.
+
+    `states[layer][group]` is read and replaced by the layers; None where nothing is kept.
+    """
+
+    sequences: Sequences
+    states: list[list[State | None]] | None = None
+
+
+@dataclass(frozen=True)
+class Effective:
+    """A temporary change of what layers compute (DESIGN D12): ablations at evaluation."""
+
+    mode: Mode = "hybrid"
+    removal: Removal = "zero"
+    scope: Scope = "mixed"
+
+
+Intercept = Callable[["TokenMixer", Tensor, Tensor, Tensor, Sequences], Tensor]
+
+
+class TokenMixer(nn.Module):
+    """Takes over the children of an attention module under their names and adds `groups`.
+
+    `family` projects and finishes, `shape` gives the layer's numbers, `spec` its resolved head groups.
+    """
+
+    def __init__(self, attention: nn.Module, family: Projections, shape: LayerShape, spec: LayerSpec) -> None:
+        super().__init__()
+        for name, child in attention.named_children():
+            self.add_module(name, child)
+        self.family, self.shape, self.spec = family, shape, spec
+        self.effective = Effective()
+        self.intercept: Intercept | None = None
+        per_kv = shape.heads // shape.kv_heads
+        self.groups = nn.ModuleList()
+        self.slices: list[tuple[slice, slice]] = []
+        head = 0
+        for group in spec.groups:
+            count = int(group.heads)
+            group_shape = GroupShape(
+                shape.layer, count, count // per_kv, shape.head_dim, shape.scale, shape.softcap, shape.window
+            )
+            self.groups.append(build_mixer(group, group_shape))
+            self.slices.append((slice(head, head + count), slice(head // per_kv, (head + count) // per_kv)))
+            head += count
+        ablated = GroupSpec(attention="softmax", heads=shape.heads)
+        self._sinks_only = SoftmaxMixer(ablated, self._whole())
+        self._sinks_only.window = Window("sliding", 0, sinks=SINKS_ONLY)
+
+    def _whole(self) -> GroupShape:
+        shape = self.shape
+        return GroupShape(
+            shape.layer, shape.heads, shape.kv_heads, shape.head_dim, shape.scale, shape.softcap, shape.window
+        )
+
+    @property
+    def mixed(self) -> bool:
+        """Whether the layer has both a softmax and a linear branch."""
+        return any(group.near for group in self.groups) and any(group.far for group in self.groups)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        hybrid_call: Call | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """`[B, T, E]` to `[B, T, E]`. `hybrid_call` comes from the model; without one every row is one sequence."""
+        if attention_mask is not None:
+            raise ValueError("attention_mask reached a token mixer; call the hybrid model, which turns masks into lengths")
+        q, k, v = self.family.project(self, self.shape, hidden_states, position_embeddings)
+        if hybrid_call is None:
+            hybrid_call = Call(Sequences.dense(q.shape[0], q.shape[1], device=q.device))
+        sequences = hybrid_call.sequences.on(q.device)
+        if self.intercept is not None:
+            return self.family.finish(self, self.intercept(self, q, k, v, sequences)), None
+        states = hybrid_call.states[self.shape.layer] if hybrid_call.states is not None else None
+        o = self.attend(q, k, v, sequences, states)
+        y = self.family.finish(self, o)
+        return (torch.zeros_like(y) if self._silent() else y), None
+
+    def attend(
+        self,
+        q_BTHD: Tensor,
+        k_BTGD: Tensor,
+        v_BTGV: Tensor,
+        sequences: Sequences,
+        states: list[State | None] | None = None,
+    ) -> Tensor:
+        """`o_BTHV` of all groups; `states` (one a group) are read and replaced."""
+        outputs = []
+        for index, (group, (heads, kv_heads)) in enumerate(zip(self.groups, self.slices, strict=True)):
+            q, k, v = q_BTHD[:, :, heads], k_BTGD[:, :, kv_heads], v_BTGV[:, :, kv_heads]
+            mixer, ablation = self._ablated(group)
+            if mixer is None:
+                outputs.append(q.new_zeros(*q.shape[:3], v.shape[-1]))
+                continue
+            state = states[index] if states is not None else None
+            o, state = mixer.attend(
+                q, k, v, sequences, state, keep_state=states is not None, ablation=ablation
+            )
+            if states is not None:
+                states[index] = state
+            outputs.append(o)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
+
+    def teacher(self, q_BTHD: Tensor, k_BTGD: Tensor, v_BTGV: Tensor, sequences: Sequences) -> Tensor:
+        """`o_BTHV` of the attention that was replaced: softmax over the teacher's own window."""
+        window = Window("sliding", self.shape.window) if self.shape.window is not None else None
+        return softmax.forward(
+            q_BTHD,
+            k_BTGD,
+            v_BTGV,
+            window,
+            scale=self.shape.scale,
+            softcap=self.shape.softcap,
+            sequences=sequences,
+        ).o
+
+    def _touched(self) -> bool:
+        return self.effective.mode != "hybrid" and (self.mixed or self.effective.scope == "all")
+
+    def _silent(self) -> bool:
+        return self.effective.mode == "none" and self._touched()
+
+    def _ablated(self, group: Any) -> tuple[Any, Ablation]:
+        """The mixer that runs in place of `group` (None: its output is zero) and the ablation inside it."""
+        mode = self.effective.mode
+        if not self._touched() or mode == "none":
+            return group, HYBRID
+        if mode == "sinks_only":
+            return (self._sinks_only, HYBRID) if group.near else (None, HYBRID)
+        if group.near and group.far:
+            return group, Ablation(mode, self.effective.removal)
+        kept = group.near if mode == "softmax_only" else group.far
+        return (group, HYBRID) if kept else (None, HYBRID)

@@ -1,0 +1,1 @@
+"""Parameters around an operation. `registry.build_mixer` makes the mixer of a head group."""

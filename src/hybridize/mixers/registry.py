@@ -1,0 +1,20 @@
+"""Which mixer serves which attention of a spec."""
+
+from __future__ import annotations
+
+from hybridize.mixers.linear import LinearMixer
+from hybridize.mixers.softmax import SoftmaxMixer
+from hybridize.mixers.types import GroupShape, Mixer
+from hybridize.mixers.windowed_linear import WindowedLinearMixer
+from hybridize.spec import GroupSpec
+
+MIXERS: dict[str, type[Mixer]] = {
+    "softmax": SoftmaxMixer,
+    "linear": LinearMixer,
+    "windowed_linear": WindowedLinearMixer,
+}
+
+
+def build_mixer(spec: GroupSpec, shape: GroupShape) -> Mixer:
+    """The mixer of one resolved head group."""
+    return MIXERS[spec.attention](spec, shape)

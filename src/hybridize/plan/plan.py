@@ -1,0 +1,259 @@
+"""`hybridize plan`: what a recipe needs on a model, computed on the meta device from the config alone.
+
+Nothing is downloaded but the config (and, for an alias, the file that holds it), and no weight is allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from hybridize.models.families import AttentionShape, Family, get_family, notes
+from hybridize.models.teacher import load_base_config, resolve_model
+from hybridize.plan.bytes import FLOAT32, map_parameters, mix_parameters, softmax_spec, state_bytes
+from hybridize.recipe import FinetuneStep, Recipe, TransferStep, load_recipe
+from hybridize.spec import GroupSpec, ResolvedSpec
+
+LENGTHS = (1024, 8192, 65536, 131072)
+CACHE_BYTES = 2  # keys and values at decoding, bf16
+ADAMW_BYTES = 2 * FLOAT32  # two moments a trainable parameter
+LOSS_LOGITS = 2**26  # logits that the chunked loss holds at once, twice (values and gradients)
+
+
+@dataclass(frozen=True)
+class StateRow:
+    """Bytes of one sequence's cache at a context length, bf16 keys and values, float32 linear states."""
+
+    length: int
+    teacher: int
+    student: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the training device, one process. Activations are an estimate; `MEMORY_FORMULA` states it."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.activations
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One step. `tokens` and `optimizer_steps` are None where the length is in epochs of data not yet counted."""
+
+    name: str
+    trainable: int
+    tokens: int | None
+    epochs: float | None
+    optimizer_steps: int | None
+    memory: Memory
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Needs of one recipe on one model. `unsupported` names what `convert` would refuse."""
+
+    model: str
+    recipe: str
+    model_type: str
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    parameters: int
+    map_parameters: int
+    mix_parameters: int
+    states: tuple[StateRow, ...]
+    stages: tuple[StagePlan, ...]
+    student_disk: int
+    checkpoint_disk: int
+    notes: tuple[str, ...]
+    unsupported: tuple[str, ...]
+
+    @property
+    def peak_memory(self) -> int:
+        """Bytes of the hungriest stage; 0 for a recipe without steps."""
+        return max((stage.memory.total for stage in self.stages), default=0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON, totals included."""
+        raw = asdict(self)
+        for stage, written in zip(self.stages, raw["stages"], strict=True):
+            written["memory"]["total"] = stage.memory.total
+        return {**raw, "peak_memory": self.peak_memory, "memory_formula": MEMORY_FORMULA}
+
+
+MEMORY_FORMULA = (
+    "weights: frozen parameters at the recipe's precision, trainable ones in float32; gradients 4 and AdamW 8 bytes a "
+    "trainable parameter; activations for n = micro rows x length tokens: a hybrid layer keeps "
+    "m = 4(2 H 2w + 2(H + Hk)F + H F D / chunk) bytes a token for its near scores, features and chunk states; transfer keeps "
+    "b n E + n m of one layer; finetuning keeps n (b(8E + 2(H + 2G)D + 3I) + m) a layer (b n E a layer and one whole layer with "
+    "activation checkpointing) and 8 bytes for each of the loss's logits, 2^26 at most"
+)
+
+
+def plan(model: str, recipe: Recipe | str | Path) -> Plan:
+    """What `recipe` (or the recipe of this name or path) needs on `model` (hub id, folder, GGUF file or alias).
+
+    Raises:
+        RecipeError: the recipe has problems.
+        ValueError: the model's family is not supported, or the spec does not fit its heads; before any weight is read.
+    """
+    recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
+    return plan_config(load_base_config(resolve_model(model)), recipe, model=model)
+
+
+def plan_config(config: PretrainedConfig, recipe: Recipe, *, model: str = "model") -> Plan:
+    """`plan` for a config that is at hand."""
+    family = get_family(config)
+    shapes = family.shapes(config)
+    first = shapes[0]
+    spec = recipe.spec.resolve(
+        layers=len(shapes), heads=first.heads, kv_heads=first.kv_heads, head_dim=first.head_dim
+    )
+    with torch.device("meta"):
+        base = AutoModelForCausalLM.from_config(config)
+    parameters = sum(parameter.numel() for parameter in base.parameters())
+    maps, mix = map_parameters(spec, shapes), mix_parameters(spec)
+    teacher = softmax_spec(shapes)
+    stages = tuple(
+        _stage(
+            step, recipe, config, spec, shapes, parameters, maps, mix, _lora_parameters(step, family, base)
+        )
+        for step in recipe.steps
+    )
+    return Plan(
+        model=model,
+        recipe=recipe.name,
+        model_type=config.model_type,
+        layers=len(shapes),
+        heads=first.heads,
+        kv_heads=first.kv_heads,
+        head_dim=first.head_dim,
+        parameters=parameters,
+        map_parameters=maps,
+        mix_parameters=mix,
+        states=tuple(
+            StateRow(
+                length,
+                state_bytes(teacher, shapes, length, CACHE_BYTES),
+                state_bytes(spec, shapes, length, CACHE_BYTES),
+            )
+            for length in LENGTHS
+        ),
+        stages=stages,
+        student_disk=_weight_bytes(recipe) * parameters + FLOAT32 * (maps + mix),
+        checkpoint_disk=max(((FLOAT32 + ADAMW_BYTES) * stage.trainable for stage in stages), default=0),
+        notes=tuple(notes(config)),
+        unsupported=tuple(recipe.unsupported()),
+    )
+
+
+def _stage(
+    step: TransferStep | FinetuneStep,
+    recipe: Recipe,
+    config: PretrainedConfig,
+    spec: ResolvedSpec,
+    shapes: Sequence[AttentionShape],
+    parameters: int,
+    maps: int,
+    mix: int,
+    lora: int,
+) -> StagePlan:
+    if isinstance(step, TransferStep):
+        trainable = maps * ("maps" in step.train) + mix * ("mix" in step.train)
+        frozen = parameters + maps + mix - trainable
+    else:
+        new = (maps + mix) * step.train_maps
+        trainable = new + (parameters if step.full else lora)
+        frozen = (0 if step.full else parameters) + maps + mix - new
+    memory = Memory(
+        weights=_weight_bytes(recipe) * frozen + FLOAT32 * trainable,
+        gradients=FLOAT32 * trainable,
+        optimizer=ADAMW_BYTES * trainable,
+        activations=_activations(step, recipe, config, spec, shapes),
+    )
+    return StagePlan(
+        name=step.kind,
+        trainable=trainable,
+        tokens=step.tokens,
+        epochs=step.epochs,
+        optimizer_steps=step.optimizer_steps(recipe.data.length),
+        memory=memory,
+    )
+
+
+def _lora_parameters(step: TransferStep | FinetuneStep, family: Family, base: PreTrainedModel) -> int:
+    """rank·(in + out) for each adapted projection of each layer."""
+    if not isinstance(step, FinetuneStep) or step.lora is None:
+        return 0
+    projections = [
+        attention.get_submodule(name)
+        for attention in family.attention_modules(base)
+        for name in family.lora_targets(step.lora.on)
+    ]
+    return sum(
+        step.lora.rank * (projection.in_features + projection.out_features)
+        for projection in projections
+        if isinstance(projection, nn.Linear)
+    )
+
+
+def _activations(
+    step: TransferStep | FinetuneStep,
+    recipe: Recipe,
+    config: PretrainedConfig,
+    spec: ResolvedSpec,
+    shapes: Sequence[AttentionShape],
+) -> int:
+    b = _weight_bytes(recipe)
+    tokens = step.batch.micro_rows * recipe.data.length
+    mixers = [
+        sum(_mixer_bytes(group, shape) for group in layer.groups)
+        for layer, shape in zip(spec.layers, shapes, strict=True)
+    ]
+    hidden = tokens * b * shapes[0].hidden
+    if isinstance(step, TransferStep):
+        return hidden + tokens * max(mixers)
+    loss = 2 * FLOAT32 * min(tokens * config.vocab_size, LOSS_LOGITS)
+    layers = [
+        tokens
+        * (
+            b * (8 * s.hidden + 2 * (s.heads + 2 * s.kv_heads) * s.head_dim + 3 * config.intermediate_size)
+            + m
+        )
+        for s, m in zip(shapes, mixers, strict=True)
+    ]
+    if step.activation_checkpointing:
+        return hidden * len(shapes) + max(layers) + loss
+    return sum(layers) + loss
+
+
+def _mixer_bytes(group: GroupSpec, shape: AttentionShape) -> int:
+    """Bytes a token that the new attention keeps for its backward, all in float32; 0 for a softmax group."""
+    if group.feature_map is None:
+        return 0
+    assert group.feature_map.features is not None
+    heads, features = int(group.heads), group.feature_map.features
+    kv_share = shape.kv_heads / shape.heads
+    key_maps = heads if group.feature_map.k_map_heads == "query" else int(heads * kv_share)
+    near, chunk = 0, 64
+    if group.window is not None:
+        near, chunk = 2 * heads * 2 * group.window.size, group.window.chunk()
+    return FLOAT32 * (near + 2 * (heads + key_maps) * features + heads * features * shape.head_dim // chunk)
+
+
+def _weight_bytes(recipe: Recipe) -> int:
+    return 2 if recipe.precision == "bf16" else FLOAT32
