@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from hybridize.windows import Window
 
-SPEC_VERSION = 1
+SPEC_VERSION: Literal[1] = 1
 
 
 class Frozen(BaseModel):

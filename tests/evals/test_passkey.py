@@ -122,14 +122,12 @@ def test_chat_form_begins_the_assistant_answer(tokenizer: PreTrainedTokenizerFas
     assert make_prompt(tokenizer, 300, 0.5, 12345, form="raw").input_ids[0] == tokenizer.bos_token_id
 
 
-def test_auto_form_follows_the_template(tokenizer: PreTrainedTokenizerFast) -> None:
-    plain = make_tokenizer(template=None)
-    assert make_prompt(plain, 300, 0.5, 12345) == make_prompt(plain, 300, 0.5, 12345, form="raw")
-    assert make_prompt(tokenizer, 300, 0.5, 12345) == make_prompt(tokenizer, 300, 0.5, 12345, form="chat")
+def test_form_is_checked(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert make_prompt(tokenizer, 300, 0.5, 12345) == make_prompt(tokenizer, 300, 0.5, 12345, form="raw")
     with pytest.raises(ValueError, match="no chat template"):
-        make_prompt(plain, 300, 0.5, 12345, form="chat")
-    with pytest.raises(ValueError, match="form is 'json'"):
-        make_prompt(plain, 300, 0.5, 12345, form="json")  # type: ignore[arg-type]
+        make_prompt(make_tokenizer(template=None), 300, 0.5, 12345, form="chat")
+    with pytest.raises(ValueError, match="form is 'auto'; allowed are 'raw' and 'chat'"):
+        make_prompt(tokenizer, 300, 0.5, 12345, form="auto")  # type: ignore[arg-type]
 
 
 def test_keys_are_unique_and_fixed_by_the_seed(tokenizer: PreTrainedTokenizerFast) -> None:

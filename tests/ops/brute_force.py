@@ -41,7 +41,9 @@ def guard(x: float) -> float:
     return x if abs(x) >= EPSILON else (-EPSILON if x < 0 else EPSILON)
 
 
-def windowed_linear(q, k, v, w_q, w_k, *, kind, w, sinks, overlap, mix, softcap=None, mode="hybrid", removal="zero"):
+def windowed_linear(
+    q, k, v, w_q, w_k, *, kind, w, sinks, overlap, mix, softcap=None, mode="hybrid", removal="zero"
+):
     """One sequence: q [T, H, D], k [T, G, D], v [T, G, V], maps [H, D, P]; `mix` a dict. Returns [T, H, V]."""
     length, heads, dim = q.shape
     groups = k.shape[1]

@@ -7,8 +7,8 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from ops import brute_force
-from ops.cases import W, inputs, lengths, mixes
+from tests.ops import brute_force
+from tests.ops.cases import W, inputs, lengths, mixes
 
 from hybridize.ops import windowed_linear as op
 from hybridize.ops.feature_map import FeatureMap
@@ -158,7 +158,9 @@ def test_packed_equals_separate_and_nothing_leaks(window_name):
     whole = [op.forward(x.q, x.k, x.v, *maps, window, mix).o for x in singles]
     first = packed([cut(x, 0, n) for x, n in zip(singles, documents, strict=True)], return_state=True)
     second = packed(
-        [cut(x, n, n + 9) for x, n in zip(singles, documents, strict=True)], state=first.state, starts=documents
+        [cut(x, n, n + 9) for x, n in zip(singles, documents, strict=True)],
+        state=first.state,
+        starts=documents,
     )
     expected = torch.cat([o[:, :n] for o, n in zip(whole, documents, strict=True)], 1)
     torch.testing.assert_close(first.o, expected, **TOLERANCE)
@@ -192,7 +194,10 @@ def test_low_precision_error_is_bounded_by_the_inputs_rounding(dim, dtype):
     assert error < {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 5e-4}[dtype]
 
 
-@pytest.mark.parametrize("activation,two_sided", [("exp", True), ("relu", True), ("elu", True), ("relu", False), ("identity", True)])
+@pytest.mark.parametrize(
+    "activation,two_sided",
+    [("exp", True), ("relu", True), ("elu", True), ("relu", False), ("identity", True)],
+)
 def test_every_activation(activation, two_sided):
     mix = mixes(4, torch.float64)["separate" if activation == "identity" else "shared"]
     x = inputs(2, 3 * W + 5, activation=activation, two_sided=two_sided, dtype=torch.float64)

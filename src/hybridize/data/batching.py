@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import LongTensor
+from torch import Tensor
 
 from hybridize.data.packing import IGNORED, PackedRows
 
@@ -19,6 +19,8 @@ from hybridize.data.packing import IGNORED, PackedRows
 class Batch:
     """What a model and a loss take.
 
+    All three are int64 of shape [B, T].
+
     Attributes:
         input_ids_BT: token ids.
         labels_BT: not shifted (position t holds token t); -100 at the first token of every document or piece, in
@@ -26,9 +28,9 @@ class Batch:
         position_ids_BT: from 0 in every document or piece: documents do not see each other.
     """
 
-    input_ids_BT: LongTensor
-    labels_BT: LongTensor
-    position_ids_BT: LongTensor
+    input_ids_BT: Tensor
+    labels_BT: Tensor
+    position_ids_BT: Tensor
 
     @property
     def tokens(self) -> int:
@@ -36,7 +38,9 @@ class Batch:
         return int((self.labels_BT != IGNORED).sum())
 
     def to(self, device: str | torch.device) -> Batch:
-        return Batch(*(tensor.to(device) for tensor in (self.input_ids_BT, self.labels_BT, self.position_ids_BT)))
+        return Batch(
+            *(tensor.to(device) for tensor in (self.input_ids_BT, self.labels_BT, self.position_ids_BT))
+        )
 
 
 def batches(rows: PackedRows, batch_size: int, *, seed: int, start_step: int = 0) -> Iterator[Batch]:
@@ -49,7 +53,9 @@ def batches(rows: PackedRows, batch_size: int, *, seed: int, start_step: int = 0
         ValueError: `batch_size` below 1 or `start_step` below 0.
     """
     if batch_size < 1 or start_step < 0:
-        raise ValueError(f"batch_size is {batch_size} and start_step {start_step}; they must be at least 1 and 0")
+        raise ValueError(
+            f"batch_size is {batch_size} and start_step {start_step}; they must be at least 1 and 0"
+        )
     return _endless(rows, batch_size, seed, start_step)
 
 
@@ -94,5 +100,5 @@ def _positions(starts: np.ndarray, length: int) -> np.ndarray:
     return np.arange(length) - np.repeat(starts, lengths)
 
 
-def _long(values: np.ndarray) -> LongTensor:
-    return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64))  # type: ignore[return-value]
+def _long(values: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64))

@@ -22,14 +22,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hybridize.atomic import atomic_write
 from hybridize.data import extract
 from hybridize.data.documents import Deduplicator, Document
-from hybridize.files import cache_root, fetch_from_wheel, new_file
+from hybridize.fetch import cache_root, fetch_from_wheel
 
 log = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how much is done, and how much there is."""
+"""Called with what is being done, how much is done, and how much there is (0 where that is not known)."""
 
 _VERSION = 1  # raise it when cached corpora of an older version must be made again
 _MINIMUM = 400  # characters below which a module's documentation is no document
@@ -65,7 +66,9 @@ def load_essays() -> list[Document]:
     with zipfile.ZipFile(wheel) as archive:
         names = sorted(name for name in archive.namelist() if "Essays/" in name and name.endswith(".txt"))
         texts = {Path(name).stem: archive.read(name).decode("utf-8", "ignore").strip() for name in names}
-    return [Document(group=name, text=text, split="test") for name, text in texts.items() if len(text) >= _MINIMUM]
+    return [
+        Document(group=name, text=text, split="test") for name, text in texts.items() if len(text) >= _MINIMUM
+    ]
 
 
 def _cached(kind: str, versions: dict[str, str], make: Callable[[], list[Document]]) -> list[Document]:
@@ -82,8 +85,8 @@ def _cached(kind: str, versions: dict[str, str], make: Callable[[], list[Documen
             log.warning("%s is broken (%s); collecting the text again", path, error)
     documents = make()
     records = [{"group": document.group, "text": document.text} for document in documents]
-    with new_file(path) as temporary:
-        parquet.write_table(pyarrow.Table.from_pylist(records), temporary, compression="zstd")
+    with atomic_write(path) as file:
+        parquet.write_table(pyarrow.Table.from_pylist(records), file, compression="zstd")
     return documents
 
 
@@ -132,7 +135,9 @@ def _package_files() -> list[SourceFile]:
 def _library_files() -> list[SourceFile]:
     root = Path(sysconfig.get_paths()["stdlib"])
     entries = sorted(path.relative_to(root) for path in root.rglob("*.py"))
-    return [SourceFile(root / e, _module(e), f"std:{_module(e).split('.')[0]}") for e in entries if _wanted(e)]
+    return [
+        SourceFile(root / e, _module(e), f"std:{_module(e).split('.')[0]}") for e in entries if _wanted(e)
+    ]
 
 
 def _wanted(entry: Path) -> bool:
@@ -152,7 +157,9 @@ def _extract(files: list[SourceFile], kind: str, progress: Progress | None) -> I
     batches = [files[start : start + _BATCH] for start in range(0, len(files), _BATCH)]
     done = 0
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        for batch, results in zip(batches, pool.map(lambda batch: _run_worker(batch, kind), batches), strict=True):
+        for batch, results in zip(
+            batches, pool.map(lambda batch: _run_worker(batch, kind), batches), strict=True
+        ):
             yield from results
             done += len(batch)
             if progress:
@@ -162,5 +169,7 @@ def _extract(files: list[SourceFile], kind: str, progress: Progress | None) -> I
 def _run_worker(batch: list[SourceFile], kind: str) -> list[Any]:
     request = json.dumps({"kind": kind, "files": [[str(file.path), file.module] for file in batch]})
     command = [sys.executable, "-I", "-S", extract.__file__]
-    output = subprocess.run(command, input=request, capture_output=True, text=True, encoding="utf-8", check=True)
+    output = subprocess.run(
+        command, input=request, capture_output=True, text=True, encoding="utf-8", check=True
+    )
     return [json.loads(line) for line in output.stdout.splitlines()]

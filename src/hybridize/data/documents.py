@@ -39,7 +39,9 @@ class Document:
         if self.text is not None:
             return self.text
         if self.messages is not None:
-            return json.dumps([dict(message) for message in self.messages], sort_keys=True, ensure_ascii=False)
+            return json.dumps(
+                [dict(message) for message in self.messages], sort_keys=True, ensure_ascii=False
+            )
         return f"{self.prompt}\0{self.response}"
 
 
@@ -78,7 +80,8 @@ def assign_splits(sizes: Mapping[str, int], *, validation: float, test: float) -
     total = sum(sizes.values())
     order = sorted(sizes, key=lambda group: (unit_hash(group), group))
     assigned: dict[str, Split] = {}
-    for split, share in (("test", test), ("validation", validation)):
+    shares: tuple[tuple[Split, float], ...] = (("test", test), ("validation", validation))
+    for split, share in shares:
         filled = 0
         free = [group for group in order if group not in assigned]
         fitting = [group for group in free if sizes[group] <= share * total / 2]
@@ -105,8 +108,10 @@ def divide(documents: Iterable[Document], *, validation: float, test: float) -> 
     )
     parts: dict[Split, list[Document]] = {split: [] for split in SPLITS}
     for document in documents:
-        held_out = document.split in ("validation", "test")
-        parts[document.split if held_out and document.split else assigned[document.group]].append(document)
+        if document.split in ("validation", "test"):
+            parts[document.split].append(document)
+        else:
+            parts[assigned[document.group]].append(document)
     return parts
 
 

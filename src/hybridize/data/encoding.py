@@ -45,7 +45,9 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """sha256 of everything that decides which tokens a text becomes."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    state: dict[str, Any] = json.loads(backend.to_str()) if backend else {"vocab": sorted(tokenizer.get_vocab().items())}
+    state: dict[str, Any] = (
+        json.loads(backend.to_str()) if backend else {"vocab": sorted(tokenizer.get_vocab().items())}
+    )
     # The last call's padding and truncation stay in the backend; they change no token here.
     state |= {"padding": None, "truncation": None}
     state |= {"special": tokenizer.special_tokens_map, "chat_template": tokenizer.chat_template}
@@ -82,14 +84,18 @@ def _chat_segments(
     messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, mask_prompt: bool
 ) -> list[Segment]:
     if not tokenizer.chat_template:
-        raise ValueError("the tokenizer has no chat template; use a chat model's tokenizer, or prompt and response fields")
-
-    def render(upto: int, generation_prompt: bool = False) -> str:
-        return tokenizer.apply_chat_template(
-            messages[:upto], tokenize=False, add_generation_prompt=generation_prompt
+        raise ValueError(
+            "the tokenizer has no chat template; use a chat model's tokenizer, or prompt and response fields"
         )
 
-    # White space after the last turn's end mark would stand between that mark, mostly eos itself, and the next document.
+    def render(upto: int, generation_prompt: bool = False) -> str:
+        return str(
+            tokenizer.apply_chat_template(
+                messages[:upto], tokenize=False, add_generation_prompt=generation_prompt
+            )
+        )
+
+    # White space after the last turn's end mark, mostly eos itself, would stand between it and the next document.
     whole = render(len(messages)).rstrip()
     if not mask_prompt:
         return [Segment(whole, True)]
@@ -111,12 +117,16 @@ def _chat_segments(
     return [*parts, Segment(whole[end:], False)]
 
 
-def encode(documents: Sequence[list[Segment]], tokenizer: PreTrainedTokenizerBase, bos: bool) -> list[EncodedDocument]:
+def encode(
+    documents: Sequence[list[Segment]], tokenizer: PreTrainedTokenizerBase, bos: bool
+) -> list[EncodedDocument]:
     """Tokenise documents in one call. Each ends with eos, once, which is a target; `bos` puts bos in front."""
     texts = [segment.text for document in documents for segment in document]
     if not texts:
         return []
-    ids = iter(tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"])
+    ids = iter(
+        tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+    )
     eos = tokenizer.eos_token_id
     encoded = []
     for document in documents:
@@ -137,6 +147,6 @@ def encode(documents: Sequence[list[Segment]], tokenizer: PreTrainedTokenizerBas
 
 
 def starts_with_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether this tokenizer puts bos in front of plain text by itself (Llama and Gemma do, Qwen and SmolLM2 do not)."""
+    """Whether the tokenizer itself puts bos in front of plain text (Llama's and Gemma's do, Qwen's and SmolLM2's not)."""
     bos = tokenizer.bos_token_id
     return bos is not None and tokenizer("a", verbose=False)["input_ids"][:1] == [bos]

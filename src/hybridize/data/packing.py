@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hybridize.atomic import atomic_folder
 from hybridize.data.corpora import Progress, load_code, load_docstrings, load_essays
 from hybridize.data.documents import Document, Split, corpus_fingerprint, divide
 from hybridize.data.encoding import encode, segments, starts_with_bos, tokenizer_fingerprint
 from hybridize.data.readers import SUFFIXES, read_files, stream_hub
 from hybridize.data.spec import DataSpec
-from hybridize.files import cache_root, new_folder
+from hybridize.fetch import cache_root
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -122,14 +123,21 @@ def build_rows(
     if tokens is not None and tokens < 1:
         raise ValueError(f"tokens is {tokens}; it must be at least 1, or None for all")
     documents, identity = _open(spec, split, progress)
-    parts = [_VERSION, spec.model_dump(mode="json"), identity, tokenizer_fingerprint(tokenizer), split, tokens]
+    parts = [
+        _VERSION,
+        spec.model_dump(mode="json"),
+        identity,
+        tokenizer_fingerprint(tokenizer),
+        split,
+        tokens,
+    ]
     key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
     folder = cache_root() / "rows" / key[:32]
     rows = _open_rows(folder)
     if rows is not None:
         return rows
     cap = None if tokens is None else math.ceil(tokens / spec.length) * spec.length
-    with new_folder(folder) as fresh:
+    with atomic_folder(folder) as fresh:
         _write_rows(fresh, spec, split, cap, _encoded(documents, tokenizer, spec), progress)
     rows = _open_rows(folder)
     assert rows is not None, "rows that were just written can be read"
@@ -174,7 +182,9 @@ def _commit(hub_id: str) -> str:
         return str(HfApi().dataset_info(hub_id, timeout=20).sha)
     except Exception as error:  # the client's many error classes share no narrower base
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"data source {hub_id!r}: no local file, and the hub does not give this dataset ({first})") from error
+        raise ValueError(
+            f"data source {hub_id!r}: no local file, and the hub does not give this dataset ({first})"
+        ) from error
 
 
 def _encoded(
@@ -206,7 +216,10 @@ def _write_rows(
 ) -> None:
     """Write the stream as it comes, so that memory does not grow with it."""
     starts, total = array("q"), 0
-    with (folder / "tokens.bin").open("wb") as tokens_file, (folder / "targets.bin").open("wb") as targets_file:
+    with (
+        (folder / "tokens.bin").open("wb") as tokens_file,
+        (folder / "targets.bin").open("wb") as targets_file,
+    ):
         for tokens, targets in documents:
             room = len(tokens) if cap is None else min(len(tokens), cap - total)
             starts.append(total)
@@ -247,7 +260,11 @@ def _open_rows(folder: Path) -> PackedRows | None:
     try:
         meta = json.loads((folder / "meta.json").read_text())
         shape = (meta["rows"], meta["length"])
-        sizes = {"tokens.bin": 4 * shape[0] * shape[1], "targets.bin": shape[0] * shape[1], "starts.bin": 8 * meta["starts"]}
+        sizes = {
+            "tokens.bin": 4 * shape[0] * shape[1],
+            "targets.bin": shape[0] * shape[1],
+            "starts.bin": 8 * meta["starts"],
+        }
         for name, size in sizes.items():
             if (folder / name).stat().st_size != size:
                 raise ValueError(f"{name} is truncated")

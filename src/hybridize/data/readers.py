@@ -74,7 +74,9 @@ def _read_file(file: Path, fields: Mapping[Role, str] | None) -> Iterator[Docume
     elif file.suffix == ".parquet":
         yield from from_records(_parquet(file), fields, split)
     else:
-        raise ValueError(f"data source {str(file)!r}: {file.suffix or 'no suffix'} is not one of {', '.join(SUFFIXES)}")
+        raise ValueError(
+            f"data source {str(file)!r}: {file.suffix or 'no suffix'} is not one of {', '.join(SUFFIXES)}"
+        )
 
 
 def _decode(file: Path) -> str:
@@ -153,7 +155,9 @@ def resolve_fields(columns: list[str], fields: Mapping[Role, str] | None, place:
         if field not in columns:
             near = difflib.get_close_matches(field, columns, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"{place}: no field {field!r} for {role}; the fields are {', '.join(columns)}{hint}")
+            raise ValueError(
+                f"{place}: no field {field!r} for {role}; the fields are {', '.join(columns)}{hint}"
+            )
     return fields
 
 
@@ -225,18 +229,21 @@ def stream_hub(spec: DataSpec, split: Split) -> Iterator[Document]:
 
     try:
         own = datasets.get_dataset_split_names(spec.source, spec.name)
-        declared = {_SPLIT_NAMES[name]: name for name in own if name in _SPLIT_NAMES} if spec.split is None else {}
+        declared = (
+            {_SPLIT_NAMES[name]: name for name in own if name in _SPLIT_NAMES} if spec.split is None else {}
+        )
         name = declared.get(split) or spec.split or declared.get("train")
         if name is None:
             raise ValueError(f"it has the splits {', '.join(own)}; name one with split:")
         stream = datasets.load_dataset(spec.source, spec.name, split=name, streaming=True)
         if spec.shuffle:
             stream = stream.shuffle(seed=spec.seed, buffer_size=10_000)
-        records = ((f"{spec.source} ({name}): record {number}", record) for number, record in enumerate(stream))
+        records = (
+            (f"{spec.source} ({name}): record {number}", record) for number, record in enumerate(stream)
+        )
         for document in from_records(records, spec.fields, None):
-            if declared.get(split) == name and split != "train":
-                yield document
-            elif _carved(document.group, spec, set(declared)) == split:
+            whole = split != "train" and declared.get(split) == name
+            if whole or _carved(document.group, spec, set(declared)) == split:
                 yield document
     except (OSError, ValueError, RuntimeError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]

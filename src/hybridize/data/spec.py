@@ -22,9 +22,12 @@ class DataSpec(BaseModel):
     name: str | None = Field(None, description="configuration of a hub dataset")
     split: str | None = Field(None, description="take everything from this split of a hub dataset")
     fields: dict[Role, str] | None = Field(
-        None, description="which field holds the text, the prompt (and its input) and response, or the messages"
+        None,
+        description="which field holds the text, the prompt (and its input) and response, or the messages",
     )
-    chat_template: bool = Field(False, description="render prompt and response with the tokenizer's chat template")
+    chat_template: bool = Field(
+        False, description="render prompt and response with the tokenizer's chat template"
+    )
     mask_prompt: bool = Field(True, description="tokens of the prompt are read but are no targets")
     validation: float = Field(0.04, ge=0, lt=0.5, description="share of the text held out for validation")
     test: float = Field(0.04, ge=0, lt=0.5, description="share of the text held out for the test")
@@ -34,11 +37,18 @@ class DataSpec(BaseModel):
     @model_validator(mode="after")
     def _fields_fit_together(self) -> DataSpec:
         roles = set(self.fields or ())
-        shapes: tuple[set[str], ...] = ({"text"}, {"messages"}, {"prompt", "response"}, {"prompt", "input", "response"})
+        shapes: tuple[set[str], ...] = (
+            {"text"},
+            {"messages"},
+            {"prompt", "response"},
+            {"prompt", "input", "response"},
+        )
         if self.fields is not None and roles not in shapes:
             raise ValueError(
                 f"fields maps {sorted(roles)}; allowed are text, or messages, or prompt and response (and input)"
             )
         if self.chat_template and roles == {"text"}:
-            raise ValueError("chat_template needs fields with a prompt and response, or messages; plain text has no roles")
+            raise ValueError(
+                "chat_template needs fields with a prompt and response, or messages; plain text has no roles"
+            )
         return self

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from hybridize.evals.aggregate import wilson_interval
 from hybridize.evals.generation import Progress, greedy_ids, padding_id
 
-Form = Literal["auto", "raw", "chat"]
+Form = Literal["raw", "chat"]
 
 INSTRUCTION = (
     "A pass key is hidden in the text below. Find it and remember it. I will ask you for it at the end."
@@ -125,7 +125,7 @@ def passkey(
     samples: int = 5,
     seed: int = 0,
     batch_size: int = 8,
-    form: Form = "auto",
+    form: Form = "raw",
     on_progress: Progress | None = None,
 ) -> PasskeyResult:
     """Measure passkey retrieval.
@@ -133,12 +133,12 @@ def passkey(
     lengths: prompt lengths in tokens; a prompt has at most that many, and lacks less than one filler sentence of it.
     depths: positions of the key in the filler, in 0 (first) .. 1 (last); a number n means n evenly spaced ones.
     samples: keys per length and depth, all different over the whole run and fixed by `seed`.
-    form: `raw` continues plain text, `chat` uses the tokenizer's chat template and begins the answer,
-        `auto` is `chat` where there is a template.
+    form: `raw` continues plain text; `chat` uses the tokenizer's chat template and begins the answer. Compare models in
+        one form. Raw is the default for instruct models too: students are trained on plain text, and
+        SmolLM2-135M-Instruct finds no fewer keys that way.
     Raises ValueError for a length that the frame of the prompt does not fit into, and for `chat` without a template.
     """
     depths = spread(depths)
-    form = resolve_form(tokenizer, form)
     prompts = make_prompts(tokenizer, lengths, depths, samples=samples, seed=seed, form=form)
     outputs = greedy_ids(
         model,
@@ -171,7 +171,7 @@ def make_prompts(
     *,
     samples: int,
     seed: int,
-    form: Form = "auto",
+    form: Form = "raw",
 ) -> list[PasskeyPrompt]:
     """All prompts, by length, then sample, then depth. More lengths or samples of the last length add prompts and
     leave the earlier ones as they were."""
@@ -194,12 +194,12 @@ def make_prompts(
     ]
 
 
-def make_prompt(tokenizer: Any, length: int, depth: float, key: int, *, form: Form = "auto") -> PasskeyPrompt:
+def make_prompt(tokenizer: Any, length: int, depth: float, key: int, *, form: Form = "raw") -> PasskeyPrompt:
     """The longest prompt of at most `length` tokens, special tokens and chat template included, with the key at `depth`.
 
     Filler is added sentence by sentence, so fewer tokens than the longest filler sentence are missing.
     """
-    form = resolve_form(tokenizer, form)
+    check_form(tokenizer, form)
 
     def build(sentences: int) -> tuple[str, list[int]]:
         text = prompt_text(tokenizer, sentences, depth, key, form)
@@ -253,16 +253,12 @@ def parse_answer(output: str) -> int | None:
     return int(match.group()) if match else None
 
 
-def resolve_form(tokenizer: Any, form: Form) -> Form:
-    """`auto` as `chat` or `raw`."""
-    if form not in ("auto", "raw", "chat"):
-        raise ValueError(f"form is {form!r}; allowed are 'auto', 'raw' and 'chat'")
-    has_template = getattr(tokenizer, "chat_template", None) is not None
-    if form == "chat" and not has_template:
+def check_form(tokenizer: Any, form: Form) -> None:
+    """Raise ValueError for an unknown form, and for `chat` without a template."""
+    if form not in ("raw", "chat"):
+        raise ValueError(f"form is {form!r}; allowed are 'raw' and 'chat'")
+    if form == "chat" and getattr(tokenizer, "chat_template", None) is None:
         raise ValueError("form is 'chat' but the tokenizer has no chat template; use 'raw'")
-    if form == "auto":
-        return "chat" if has_template else "raw"
-    return form
 
 
 def spread(depths: int | Sequence[float]) -> tuple[float, ...]:

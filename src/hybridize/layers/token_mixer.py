@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from hybridize.mixers.registry import build_mixer
 from hybridize.mixers.softmax import SoftmaxMixer
-from hybridize.mixers.types import GroupShape
+from hybridize.mixers.types import GroupShape, Mixer
 from hybridize.ops import softmax
 from hybridize.ops.sequences import Sequences
 from hybridize.ops.types import HYBRID, Ablation, Removal, State
@@ -32,14 +32,20 @@ SINKS_ONLY = 8
 class LayerShape(Protocol):
     """A layer's attention in numbers; see `models.families.AttentionShape`."""
 
-    layer: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    scale: float
-    softcap: float | None
-    window: int | None
+    @property
+    def layer(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def scale(self) -> float: ...
+    @property
+    def softcap(self) -> float | None: ...
+    @property
+    def window(self) -> int | None: ...
 
 
 class Projections(Protocol):
@@ -89,6 +95,7 @@ class TokenMixer(nn.Module):
         self.effective = Effective()
         self.intercept: Intercept | None = None
         per_kv = shape.heads // shape.kv_heads
+        _check_heads([int(group.heads) for group in spec.groups], shape, per_kv)
         self.groups = nn.ModuleList()
         self.slices: list[tuple[slice, slice]] = []
         head = 0
@@ -100,20 +107,21 @@ class TokenMixer(nn.Module):
             self.groups.append(build_mixer(group, group_shape))
             self.slices.append((slice(head, head + count), slice(head // per_kv, (head + count) // per_kv)))
             head += count
-        ablated = GroupSpec(attention="softmax", heads=shape.heads)
-        self._sinks_only = SoftmaxMixer(ablated, self._whole())
-        self._sinks_only.window = Window("sliding", 0, sinks=SINKS_ONLY)
-
-    def _whole(self) -> GroupShape:
-        shape = self.shape
-        return GroupShape(
+        whole = GroupShape(
             shape.layer, shape.heads, shape.kv_heads, shape.head_dim, shape.scale, shape.softcap, shape.window
         )
+        self._sinks_only = SoftmaxMixer(GroupSpec(attention="softmax", heads=shape.heads), whole)
+        self._sinks_only.window = Window("sliding", 0, sinks=SINKS_ONLY)
+
+    @property
+    def mixers(self) -> list[Mixer]:
+        """The head groups' mixers, in head order."""
+        return [cast(Mixer, group) for group in self.groups]
 
     @property
     def mixed(self) -> bool:
         """Whether the layer has both a softmax and a linear branch."""
-        return any(group.near for group in self.groups) and any(group.far for group in self.groups)
+        return any(mixer.near for mixer in self.mixers) and any(mixer.far for mixer in self.mixers)
 
     def forward(
         self,
@@ -125,7 +133,9 @@ class TokenMixer(nn.Module):
     ) -> tuple[Tensor, None]:
         """`[B, T, E]` to `[B, T, E]`. `hybrid_call` comes from the model; without one every row is one sequence."""
         if attention_mask is not None:
-            raise ValueError("attention_mask reached a token mixer; call the hybrid model, which turns masks into lengths")
+            raise ValueError(
+                "attention_mask reached a token mixer; call the hybrid model, which turns masks into lengths"
+            )
         q, k, v = self.family.project(self, self.shape, hidden_states, position_embeddings)
         if hybrid_call is None:
             hybrid_call = Call(Sequences.dense(q.shape[0], q.shape[1], device=q.device))
@@ -147,7 +157,7 @@ class TokenMixer(nn.Module):
     ) -> Tensor:
         """`o_BTHV` of all groups; `states` (one a group) are read and replaced."""
         outputs = []
-        for index, (group, (heads, kv_heads)) in enumerate(zip(self.groups, self.slices, strict=True)):
+        for index, (group, (heads, kv_heads)) in enumerate(zip(self.mixers, self.slices, strict=True)):
             q, k, v = q_BTHD[:, :, heads], k_BTGD[:, :, kv_heads], v_BTGV[:, :, kv_heads]
             mixer, ablation = self._ablated(group)
             if mixer is None:
@@ -162,14 +172,18 @@ class TokenMixer(nn.Module):
             outputs.append(o)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
 
+    @property
+    def teacher_window(self) -> Window | None:
+        """The sliding window of the attention that was replaced; None where it saw everything."""
+        return Window("sliding", self.shape.window) if self.shape.window is not None else None
+
     def teacher(self, q_BTHD: Tensor, k_BTGD: Tensor, v_BTGV: Tensor, sequences: Sequences) -> Tensor:
         """`o_BTHV` of the attention that was replaced: softmax over the teacher's own window."""
-        window = Window("sliding", self.shape.window) if self.shape.window is not None else None
         return softmax.forward(
             q_BTHD,
             k_BTGD,
             v_BTGV,
-            window,
+            self.teacher_window,
             scale=self.shape.scale,
             softcap=self.shape.softcap,
             sequences=sequences,
@@ -181,7 +195,7 @@ class TokenMixer(nn.Module):
     def _silent(self) -> bool:
         return self.effective.mode == "none" and self._touched()
 
-    def _ablated(self, group: Any) -> tuple[Any, Ablation]:
+    def _ablated(self, group: Mixer) -> tuple[Mixer | None, Ablation]:
         """The mixer that runs in place of `group` (None: its output is zero) and the ablation inside it."""
         mode = self.effective.mode
         if not self._touched() or mode == "none":
@@ -192,3 +206,11 @@ class TokenMixer(nn.Module):
             return group, Ablation(mode, self.effective.removal)
         kept = group.near if mode == "softmax_only" else group.far
         return (group, HYBRID) if kept else (None, HYBRID)
+
+
+def _check_heads(counts: list[int], shape: LayerShape, per_kv: int) -> None:
+    """A stored spec may have been edited, or made for another model."""
+    if sum(counts) != shape.heads or any(count % per_kv for count in counts):
+        raise ValueError(
+            f"groups of layer {shape.layer} hold {counts} query heads; they must add up to {shape.heads} in multiples of {per_kv}"
+        )

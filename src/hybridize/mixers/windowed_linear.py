@@ -45,7 +45,9 @@ class MixWeights(nn.Module):
             return SharedMix(torch.sigmoid(self.logit), self.normalizer.eta)
         empty_far = self.normalizer.empty_far
         if self.logit is None:
-            return SeparateMix(torch.full((self.heads,), self.normalizer.gate, device=device), empty_far=empty_far)
+            return SeparateMix(
+                torch.full((self.heads,), self.normalizer.gate, device=device), empty_far=empty_far
+            )
         if self.normalizer.mix == "learnt":
             return SeparateMix(torch.sigmoid(self.logit), empty_far=empty_far)
         return SeparateMix(mass_bias_H=self.logit, empty_far=empty_far)

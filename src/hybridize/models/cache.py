@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridize.layers.token_mixer import Effective
 from hybridize.ops.types import State
 
 
@@ -39,9 +40,16 @@ class HybridCache:
         self.states = [[None] * count for count in self._groups]
         self.columns = 0
         self.lengths: list[int] | None = None
+        self.effective: Effective | None = (
+            None  # what filled it: states of one override mean nothing to another
+        )
 
-    def advance(self, columns: int, lengths: list[int]) -> None:
-        """Count a finished call: its columns and each row's total of real tokens."""
+    def advance(
+        self, states: list[list[State | None]], columns: int, lengths: list[int], effective: Effective
+    ) -> None:
+        """Take a finished call's states, its columns and each row's total of real tokens. A call that failed leaves
+        the cache as it was."""
+        self.states, self.effective = states, effective
         self.columns += columns
         self.lengths = lengths
 
@@ -75,12 +83,14 @@ class HybridCache:
         copy = HybridCache(self._groups)
         copy.states = [list(layer) for layer in self.states]
         copy.columns, copy.lengths = self.columns, list(self.lengths) if self.lengths is not None else None
+        copy.effective = self.effective
         return copy
 
     def restore(self, snapshot: HybridCache) -> None:
         """Go back to a snapshot."""
         other = snapshot.snapshot()
-        self.states, self.columns, self.lengths = other.states, other.columns, other.lengths
+        self.states, self.columns = other.states, other.columns
+        self.lengths, self.effective = other.lengths, other.effective
 
     def to(self, device: torch.device | str) -> HybridCache:
         """Every state on `device`."""

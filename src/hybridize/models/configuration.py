@@ -50,13 +50,21 @@ class HybridConfig(PreTrainedConfig):
         """The base model's config, every field as it was."""
         fields = {key: value for key, value in self.to_dict().items() if key not in (*OURS, *NOT_FIELDS)}
         if self.base_model_type is None:
-            raise ValueError("base_model_type is missing from config.json; the folder is not a hybridize checkpoint")
+            raise ValueError(
+                "base_model_type is missing from config.json; the folder is not a hybridize checkpoint"
+            )
+        if self.base_model_type not in CONFIG_MAPPING:
+            raise ValueError(
+                f"base_model_type is {self.base_model_type!r}; it must be a model type of the installed transformers"
+            )
         return CONFIG_MAPPING[self.base_model_type].from_dict(fields)
 
     @property
     def spec(self) -> ResolvedSpec:
         if self.hybrid_spec is None:
-            raise ValueError("hybrid_spec is missing from config.json; the folder is not a hybridize checkpoint")
+            raise ValueError(
+                "hybrid_spec is missing from config.json; the folder is not a hybridize checkpoint"
+            )
         return ResolvedSpec.model_validate(self.hybrid_spec)
 
     @classmethod

@@ -68,7 +68,9 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         self.shapes = self.family.shapes(base_config)
         self.spec = config.spec
         if len(self.spec.layers) != len(self.shapes):
-            raise ValueError(f"hybrid_spec has {len(self.spec.layers)} layers; the model has {len(self.shapes)}")
+            raise ValueError(
+                f"hybrid_spec has {len(self.spec.layers)} layers; the model has {len(self.shapes)}"
+            )
         if base is None:
             base_config._attn_implementation = ATTENTION
             base = base_architecture(base_config)(base_config)
@@ -91,6 +93,31 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
             mixer.groups.to(device)
         model.generation_config = teacher.generation_config
         return model.eval()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: Any,
+        *args: Any,
+        output_loading_info: bool = False,
+        ignore_mismatched_sizes: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """As transformers', but parameters that are missing, left over or of another shape are a `ValueError`.
+
+        transformers would start them afresh and only log it; `ignore_mismatched_sizes=True` asks for that.
+        """
+        loaded: Any = super().from_pretrained(
+            pretrained_model_name_or_path,
+            *args,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **kwargs,
+        )
+        model, info = loaded
+        if not ignore_mismatched_sizes:
+            _check_loaded(str(pretrained_model_name_or_path), info)
+        return (model, info) if output_loading_info else model
 
     @property
     def mixers(self) -> list[TokenMixer]:
@@ -116,22 +143,46 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         output_hidden_states: bool = False,
     ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
         """`[B, T, E]` before the head (zero at padding) and, on request, the hidden states of all layers."""
+        layout = self._layout(input_ids, inputs_embeds, attention_mask, position_ids, cu_seqlens, cache)
+        return self._run(layout, input_ids, inputs_embeds, cache, output_hidden_states)
+
+    def _layout(
+        self,
+        input_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        cu_seqlens: Tensor | None,
+        cache: HybridCache | None,
+    ) -> SequenceLayout:
         tokens = input_ids if input_ids is not None else inputs_embeds
         if tokens is None or (input_ids is not None and inputs_embeds is not None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         if attention_mask is not None and not isinstance(attention_mask, Tensor):
             raise ValueError(f"attention_mask is a {type(attention_mask).__name__}; it must be a 2-D tensor")
-        shape = (tokens.shape[0], tokens.shape[1])
-        layout = build_layout(
-            shape,
+        return build_layout(
+            (tokens.shape[0], tokens.shape[1]),
             tokens.device,
             attention_mask=attention_mask,
             position_ids=position_ids,
             cu_seqlens=cu_seqlens,
+            cached=cache is not None,
             past_columns=cache.columns if cache is not None else 0,
             past_lengths=cache.lengths if cache is not None else None,
         )
-        call = Call(layout.sequences, cache.states if cache is not None else None)
+
+    def _run(
+        self,
+        layout: SequenceLayout,
+        input_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        cache: HybridCache | None,
+        output_hidden_states: bool,
+    ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+        if cache is not None:
+            self._check_cache(cache)
+        states = [list(layer) for layer in cache.states] if cache is not None else None
+        call = Call(layout.sequences, states)
         outputs = self.model(
             input_ids=layout.enter(input_ids) if input_ids is not None else None,
             inputs_embeds=layout.enter(inputs_embeds) if inputs_embeds is not None else None,
@@ -140,11 +191,33 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
             output_hidden_states=output_hidden_states,
             hybrid_call=call,
         )
-        if cache is not None:
+        if cache is not None and states is not None:
             ends = [a + b for a, b in zip(layout.sequences.starts, layout.sequences.lengths, strict=True)]
-            cache.advance(shape[1], ends)
+            cache.advance(states, layout.shape[1], ends, self.mixers[0].effective)
         all_states = self._leave_all(layout, outputs.hidden_states) if output_hidden_states else None
         return layout.leave(outputs.last_hidden_state), all_states
+
+    def _check_cache(self, cache: HybridCache) -> None:
+        groups = [len(layer.groups) for layer in self.spec.layers]
+        if [len(layer) for layer in cache.states] != groups:
+            raise ValueError(
+                f"the cache has {[len(layer) for layer in cache.states]} states by layer; this model needs {groups}, see new_cache()"
+            )
+        effective = self.mixers[0].effective
+        if cache.effective not in (None, effective):
+            raise ValueError(
+                f"the cache was filled under {cache.effective}, this call computes {effective}; start a new cache inside each override"
+            )
+        if self.training and any(
+            getattr(module, "gradient_checkpointing", False) for module in self.modules()
+        ):
+            raise ValueError(
+                "a cache under gradient checkpointing is not allowed: the second forward would continue it twice; pass use_cache=False"
+            )
+        if self._intercepted:
+            raise ValueError(
+                "a cache while attention is intercepted (as_teacher) is not allowed: no state is kept there; pass use_cache=False"
+            )
 
     @staticmethod
     def _leave_all(layout: SequenceLayout, states: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -163,32 +236,44 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         cu_seqlens: Tensor | None = None,
         output_hidden_states: bool | None = None,
         cache: HybridCache | None = None,
+        num_items_in_batch: int | Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Logits `[B, T, V]` (of the last `logits_to_keep` columns), the loss for `labels`, and the cache.
+
+        The loss is the mean over the labels that count, or with `num_items_in_batch` (transformers' Trainer: the labels
+        of a whole optimizer step) their sum over that number.
 
         `attention_mask` is 2-D `[B, T]` or, with a cache, `[B, past + T]`; `cu_seqlens` or restarting `position_ids`
         mark packed documents. Raises ValueError for what cannot be laid out (see `models.layout.build_layout`).
         """
         cache = cache if cache is not None else past_key_values
         if cache is not None and not isinstance(cache, HybridCache):
-            raise ValueError(f"the cache is a {type(cache).__name__}; a hybrid model takes a HybridCache (or None)")
+            raise ValueError(
+                f"the cache is a {type(cache).__name__}; a hybrid model takes a HybridCache (or None)"
+            )
         use_cache = self.config.use_cache if use_cache is None else use_cache
-        if cache is None and use_cache and not self.training and cu_seqlens is None and not _packs(position_ids):
+        if (
+            cache is None
+            and use_cache
+            and not self.training
+            and not self._intercepted
+            and cu_seqlens is None
+            and not _packs(position_ids, attention_mask)
+        ):
             cache = self.new_cache()
-        hidden_BTE, all_states = self.hidden_states(
-            input_ids,
-            attention_mask,
-            position_ids,
-            cache,
-            inputs_embeds,
-            cu_seqlens,
-            bool(output_hidden_states),
+        layout = self._layout(input_ids, inputs_embeds, attention_mask, position_ids, cu_seqlens, cache)
+        hidden_BTE, all_states = self._run(
+            layout, input_ids, inputs_embeds, cache, bool(output_hidden_states)
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.logits(hidden_BTE[:, kept])
-        loss = self.next_token_loss(hidden_BTE, labels)[0] if labels is not None else None
-        return CausalLMOutputWithPast(loss=loss, logits=logits, hidden_states=all_states, **{CACHE: cache})
+        loss = None
+        if labels is not None:
+            loss, count = self.next_token_loss(hidden_BTE, layout.targets(labels, losses.IGNORE))
+            loss = loss if num_items_in_batch is None else loss * count / num_items_in_batch
+        by_name: dict[str, Any] = {CACHE: cache}
+        return CausalLMOutputWithPast(loss=loss, logits=logits, hidden_states=all_states, **by_name)
 
     def logits(self, hidden_BTE: Tensor) -> Tensor:
         """`[B, T, V]`, the family's final cap applied."""
@@ -202,21 +287,19 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
 
     def next_token_loss(self, hidden_BTE: Tensor, labels_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Mean next-token cross-entropy (nats) over the labels that count, and their number. Chunked over tokens."""
-        total, count = losses.next_token_ce(
-            hidden_BTE, self.lm_head, labels_BT, softcap=self.final_softcap
-        )
+        total, count = losses.next_token_ce(hidden_BTE, self.lm_head, labels_BT, softcap=self.final_softcap)
         return total / count.clamp_min(1), count
 
     def new_cache(self) -> HybridCache:
         """An empty cache for this model; the first call makes its rows."""
         return HybridCache([len(layer.groups) for layer in self.spec.layers])
 
-    def _prepare_cache_for_generation(
+    def _prepare_cache_for_generation(  # type: ignore[override]
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
         given = model_kwargs.get("cache", model_kwargs.get("past_key_values"))
         if given is not None or generation_config.use_cache is False:
-            super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+            super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
             return
         if generation_config.cache_implementation not in (None, "dynamic"):
             raise ValueError(
@@ -233,7 +316,9 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         `mode` names what stays, `removal` whether coefficients stay (`zero`) or are renormalised, `scope` whether
         only layers with both branches are touched (`mixed`) or `all`. Do not mix caches across overrides.
         """
-        _check_choice("mode", mode, ("hybrid", "softmax_only", "far_only", "linear_only", "sinks_only", "none"))
+        _check_choice(
+            "mode", mode, ("hybrid", "softmax_only", "far_only", "linear_only", "sinks_only", "none")
+        )
         _check_choice("removal", removal, ("zero", "renormalize"))
         _check_choice("scope", scope, ("mixed", "all"))
         before = [mixer.effective for mixer in self.mixers]
@@ -263,11 +348,18 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
             for mixer in self.mixers:
                 mixer.intercept = None
 
+    @property
+    def _intercepted(self) -> bool:
+        return any(mixer.intercept is not None for mixer in self.mixers)
+
     def as_teacher(self) -> Any:
-        """Context in which every layer computes the softmax attention it replaced: the teacher, from one set of weights."""
+        """Context in which every layer computes the softmax attention it replaced: the teacher, from one set of weights.
+
+        Nothing is cached inside: `generate` needs `use_cache=False`.
+        """
         return self.intercepted(lambda mixer, q, k, v, sequences: mixer.teacher(q, k, v, sequences))
 
-    def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
+    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:  # type: ignore[override]
         """Safetensors, `config.json` with the resolved spec, and the stub for `trust_remote_code=True`."""
         super().save_pretrained(save_directory, **kwargs)
         Path(save_directory, f"{STUB}.py").write_text(STUB_SOURCE, encoding="utf-8")
@@ -277,9 +369,25 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         """Kept from copying source files into checkpoints: the stub imports the installed package."""
 
 
-def _packs(position_ids: Tensor | None) -> bool:
-    """Whether position ids restart inside a row (packed documents, which no cache can continue)."""
-    return position_ids is not None and position_ids.shape[1] > 1 and bool((position_ids[:, 1:] == 0).any())
+def _packs(position_ids: Tensor | None, attention_mask: Tensor | None) -> bool:
+    """Whether position ids restart inside a row (packed documents, which no cache can continue), padding aside."""
+    if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] == 1:
+        return False
+    padded = isinstance(attention_mask, Tensor) and not bool(attention_mask.all())
+    return not padded and bool((position_ids[:, 1:] == 0).any())
+
+
+def _check_loaded(source: str, info: dict[str, Any]) -> None:
+    for problem, words in (
+        ("mismatched_keys", "has another shape than config.json says for"),
+        ("missing_keys", "lacks"),
+        ("unexpected_keys", "holds, and config.json does not know,"),
+    ):
+        if info.get(problem):
+            entries = sorted(entry[0] if isinstance(entry, tuple) else entry for entry in info[problem])
+            raise ValueError(
+                f"checkpoint {source!r} {words} {entries[0]} ({len(entries)} in all); take the folder as it was saved"
+            )
 
 
 def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:

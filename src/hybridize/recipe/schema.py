@@ -268,6 +268,22 @@ Step = Annotated[
 ]
 
 
+class Evaluation(Frozen):
+    """What is measured on the teacher, right after the swap and after every step. It changes nothing that is trained.
+
+    Held-out perplexity on the test split of the recipe's own data and of the other `texts`, `rows` rows each; passkeys at
+    `passkey` lengths (`samples` keys a length); `control` also gives the teacher the same fine-tuning steps.
+    """
+
+    texts: tuple[str, ...] = ("code",)
+    rows: int = Field(default=100, ge=1)
+    passkey: tuple[Annotated[int, Field(ge=64)], ...] = ()
+    samples: int = Field(default=20, ge=1)
+    control: bool = False
+    prompts: tuple[str, ...] = ("The moon is", "To bake bread, first")
+    new_tokens: int = Field(default=48, ge=1)
+
+
 @dataclass(frozen=True)
 class Header:
     """The comment lines that head a recipe: the command, two or more spaces, the cost; then the source; then notes."""
@@ -287,6 +303,7 @@ class Recipe(Frozen):
     precision: Literal["bf16", "fp32"] = "bf16"
     devices: int = Field(default=1, ge=1)
     steps: tuple[Step, ...]
+    evaluation: Evaluation | None = Evaluation()
 
     _name: str = PrivateAttr(default="recipe")
     _header: Header = PrivateAttr(default=Header())
@@ -334,6 +351,13 @@ class Recipe(Frozen):
             return cls.model_validate(raw)
         except ValidationError as error:
             raise RecipeError(source, describe(error, cls, raw)) from None
+
+    def control(self) -> Recipe:
+        """The teacher with the same fine-tuning: what the text alone buys."""
+        softmax = HybridSpec.model_validate({"all": {"attention": "softmax"}})
+        steps = tuple(step for step in self.steps if isinstance(step, FinetuneStep))
+        evaluation = self.evaluation.model_copy(update={"control": False}) if self.evaluation else None
+        return self.model_copy(update={"spec": softmax, "steps": steps, "evaluation": evaluation})
 
     def unsupported(self) -> list[str]:
         """What this recipe asks for that `convert` cannot do; `plan` works all the same."""

@@ -11,6 +11,7 @@ from markupsafe import Markup
 from rich.table import Table
 from rich.text import Text
 
+from hybridize.atomic import atomic_write
 from hybridize.report import plots, summary
 from hybridize.report.schema import Results, Row, load_results
 
@@ -40,9 +41,8 @@ def write_report(run_folder: str | os.PathLike[str]) -> Path:
     """
     page = render_html(load_results(run_folder))
     path = Path(run_folder) / REPORT_FILE
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(page, encoding="utf-8")
-    partial.replace(path)
+    with atomic_write(path, "w") as file:
+        file.write(page)
     return path
 
 

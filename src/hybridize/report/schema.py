@@ -14,6 +14,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from hybridize.atomic import atomic_write
+
 RESULTS_FILE = "results.json"
 
 
@@ -153,10 +155,8 @@ class Results(Entry):
 def save_results(results: Results, run_folder: str | os.PathLike[str]) -> Path:
     """Write `results.json`; the file appears whole or not at all."""
     path = Path(run_folder) / RESULTS_FILE
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(results.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    partial.replace(path)
+    with atomic_write(path, "w") as file:
+        file.write(results.model_dump_json(indent=1) + "\n")
     return path
 
 

@@ -22,13 +22,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hybridize.train.atomic import atomic_folder, atomic_write, remove_stale, sha256_file
+from hybridize.atomic import atomic_folder, remove_stale, sha256_file
 
 __all__ = [
     "Checkpoint",
     "CorruptCheckpointError",
-    "atomic_folder",
-    "atomic_write",
     "best_path",
     "load",
     "load_latest",
@@ -36,7 +34,6 @@ __all__ = [
     "rng_state",
     "save",
     "set_rng_state",
-    "sha256_file",
     "step_path",
     "steps",
 ]

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridize.atomic import atomic_write
 from hybridize.train import checkpoint, optim
-from hybridize.train.atomic import atomic_write
 from hybridize.train.metrics import Display, Logs, Window
 from hybridize.train.process import command_line, hold_interrupt, peak_memory, seed_all
 from hybridize.train.stage import NonFiniteError, Stage, TrainConfig, TrainResult

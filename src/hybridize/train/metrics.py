@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
-from hybridize.train.atomic import atomic_write, full_disk_explained
+from hybridize.atomic import atomic_write, full_disk_explained
 
 _log = logging.getLogger("hybridize.train")
 Values = Mapping[str, float | list[float]]

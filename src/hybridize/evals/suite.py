@@ -1,0 +1,98 @@
+"""The measurements of one model: perplexity on several texts by position, passkeys by length and depth."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hybridize.evals.generation import Progress
+from hybridize.evals.passkey import PasskeyResult, passkey
+from hybridize.evals.perplexity import Batch, PerplexityResult, perplexity
+
+DEPTHS = 10
+
+
+@dataclass(frozen=True)
+class SuiteResult:
+    """Perplexity by name of the text, and passkeys (None where none were asked for)."""
+
+    perplexity: dict[str, PerplexityResult]
+    passkey: PasskeyResult | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values: per text its perplexity, interval and position buckets; per length its passkey accuracy."""
+        plain: dict[str, Any] = {"perplexity": {name: text_values(r) for name, r in self.perplexity.items()}}
+        if self.passkey is not None:
+            plain["passkey"] = {
+                "lengths": [
+                    {
+                        "length": a.length,
+                        "accuracy": a.accuracy,
+                        "low": a.low,
+                        "high": a.high,
+                        "samples": a.samples,
+                    }
+                    for a in self.passkey.by_length
+                ],
+                "cells": [dataclasses.asdict(cell) for cell in self.passkey.cells],
+            }
+        return plain
+
+
+def text_values(result: PerplexityResult) -> dict[str, Any]:
+    """Plain values of one text's perplexity."""
+    buckets = [
+        {"start": b.start, "end": b.end, "perplexity": b.perplexity, "tokens": b.tokens}
+        for b in result.by_position
+    ]
+    values: dict[str, Any] = {
+        "perplexity": result.perplexity,
+        "low": result.low,
+        "high": result.high,
+        "nll": result.nll,
+        "tokens": result.tokens,
+        "by_position": buckets,
+    }
+    if result.far_eligible is not None:
+        values["far_share"] = result.far_share
+        values["far_eligible_nll"] = result.far_eligible.nll
+    return values
+
+
+def run_suite(
+    model: Any,
+    tokenizer: Any,
+    texts: Mapping[str, Sequence[Batch]],
+    *,
+    passkey_lengths: Sequence[int] = (),
+    samples: int = 20,
+    split_at: int | None = None,
+    batch_size: int = 8,
+    seed: int = 0,
+    on_progress: Progress | None = None,
+) -> SuiteResult:
+    """Measure `model` on batches of held-out texts and on passkeys.
+
+    `samples` passkeys a length, spread over 10 depths (fewer depths where samples are fewer); `split_at` is the first
+    position with a far key (see `perplexity`).
+    """
+    results = {
+        name: perplexity(model, batches, split_at=split_at, on_progress=on_progress)
+        for name, batches in texts.items()
+    }
+    keys = None
+    if passkey_lengths:
+        depths = min(DEPTHS, samples)
+        keys = passkey(
+            model,
+            tokenizer,
+            passkey_lengths,
+            depths,
+            samples=max(1, round(samples / depths)),
+            seed=seed,
+            batch_size=batch_size,
+            on_progress=on_progress,
+        )
+    return SuiteResult(results, keys)

@@ -1,0 +1,202 @@
+"""Softmax attention, full and in windows: chunked = reference with gradients, lse, states, packing, low precision."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from tests.ops.brute_force import near_keys
+from tests.ops.cases import W, inputs, lengths
+
+from hybridize.ops import softmax as op
+from hybridize.ops.sequences import Sequences
+from hybridize.windows import Window
+
+WINDOWS = {
+    "full": None,
+    "sliding": Window("sliding", W),
+    "terraced": Window("terraced", W),
+    "sliding-sinks": Window("sliding", W, sinks=6),
+    "terraced-sinks": Window("terraced", W, sinks=3),
+    "one": Window("sliding", 1),
+    "sinks-alone": Window("sliding", 0, sinks=8),
+}
+CASES = list(product(WINDOWS, [None, 2.0]))
+TOLERANCE = {"rtol": 2e-5, "atol": 2e-5}
+
+
+def run(x, window, **kwargs):
+    return op.forward(x.q, x.k, x.v, window, **kwargs)
+
+
+def brute(x, window, softcap):
+    """o [T, H, V] and lse [T, H] of row 0, a loop a query."""
+    q, k, v = (y[0].double().numpy() for y in (x.q, x.k, x.v))
+    length, heads, dim = q.shape
+    o, lse = np.zeros((length, heads, v.shape[-1])), np.full((length, heads), -np.inf)
+    for t, h in product(range(length), range(heads)):
+        g = h // (heads // k.shape[1])
+        if window is None:
+            keys = list(range(t + 1))
+        elif window.size == 0:
+            keys = list(range(min(window.sinks, t + 1)))
+        else:
+            keys = near_keys(window.kind, window.size, window.sinks, t)
+        s = np.array([q[t, h] @ k[i, g] / math.sqrt(dim) for i in keys])
+        s = s if softcap is None else softcap * np.tanh(s / softcap)
+        lse[t, h] = np.log(np.exp(s).sum())
+        o[t, h] = np.exp(s - lse[t, h]) @ v[keys, g]
+    return o, lse
+
+
+@pytest.mark.parametrize("impl", ["reference", "chunked"])
+@pytest.mark.parametrize("name,softcap", CASES)
+def test_formula_by_brute_force(name, softcap, impl):
+    x = inputs(1, 3 * W + 5, dtype=torch.float64, values=6)
+    for return_aux in (False, True):  # with and without lse are different kernels
+        result = run(x, WINDOWS[name], softcap=softcap, impl=impl, return_aux=return_aux)
+        o, lse = brute(x, WINDOWS[name], softcap)
+        np.testing.assert_allclose(result.o[0].numpy(), o, rtol=1e-10, atol=1e-10)
+    np.testing.assert_allclose(result.aux["lse"][0].numpy(), lse, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name,softcap", CASES)
+def test_chunked_equals_reference_with_gradients(name, softcap):
+    for length in lengths(W):
+        results = []
+        for impl in ("reference", "chunked"):
+            x = inputs(2, length, dtype=torch.float64, grad=True)
+            result = run(x, WINDOWS[name], softcap=softcap, impl=impl, return_aux=length % 2 == 0)
+            seed = torch.randn(
+                result.o.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+            )
+            loss = (result.o * seed).sum()
+            if result.aux:
+                loss = loss + result.aux["lse"].sum()
+            grads = torch.autograd.grad(loss, [x.q, x.k, x.v])
+            assert all(g.isfinite().all() for g in grads)
+            results.append([result.o, *grads])
+        for ours, theirs in zip(*results, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("name,softcap", CASES)
+def test_prefill_equals_chunks_equals_decode_equals_prefix(name, softcap):
+    window, longest = WINDOWS[name], 3 * W + 5
+    x = inputs(2, longest)
+    whole = run(x, window, softcap=softcap, impl="reference").o
+    for length in lengths(W):
+        prefix = run(x.rows(slice(None), slice(0, length)), window, softcap=softcap).o
+        torch.testing.assert_close(prefix, whole[:, :length], **TOLERANCE)
+    for impl, sizes in product(
+        ("chunked", "reference"), ([1] * longest, [3, 1, 7, 2, longest - 13], [longest])
+    ):
+        outputs, state, begin = [], None, 0
+        for size in sizes:
+            piece = x.rows(slice(None), slice(begin, begin + size))
+            result = run(piece, window, softcap=softcap, state=state, return_state=True, impl=impl)
+            state, begin = result.state, begin + size
+            outputs.append(result.o)
+        torch.testing.assert_close(torch.cat(outputs, 1), whole, **TOLERANCE)
+        assert state.lengths_N.tolist() == [longest] * 2
+    state = run(x.rows(slice(None), slice(0, 2)), window, softcap=softcap, return_state=True).state
+    for t in range(2, longest):
+        piece = x.rows(slice(None), slice(t, t + 1))
+        result = op.step(piece.q, piece.k, piece.v, window, state, softcap=softcap)
+        state = result.state
+        torch.testing.assert_close(result.o[:, 0], whole[:, t], **TOLERANCE)
+
+
+@pytest.mark.parametrize("return_aux", [False, True])
+@pytest.mark.parametrize("name,softcap", CASES)
+def test_packed_and_continued_apart_nothing_leaks(name, softcap, return_aux):
+    """Documents in one row, then each goes on from its own length; the second is poison."""
+    window, documents, more = WINDOWS[name], [1, 3 * W + 5, 0, W, 2 * W + 1], [2, 1, 4, 0, 9]
+    singles = [inputs(1, n + m, seed=n) for n, m in zip(documents, more, strict=True)]
+    for poison in (False, True):
+        if poison:
+            for y in (singles[1].q, singles[1].k, singles[1].v):
+                y.fill_(torch.nan)
+        whole = [run(x, window, softcap=softcap).o[0] for x in singles]
+        state, begins = None, [0] * len(documents)
+        for counts in (documents, more):
+            ends = [b + n for b, n in zip(begins, counts, strict=True)]
+            q, k, v = (
+                torch.cat(
+                    [getattr(x, part)[:, b:e] for x, b, e in zip(singles, begins, ends, strict=True)], 1
+                )
+                for part in "qkv"
+            )
+            sequences = Sequences.packed(torch.tensor([0, *np.cumsum(counts)]), begins)
+            options = {"softcap": softcap, "sequences": sequences, "state": state, "return_aux": return_aux}
+            result = op.forward(q, k, v, window, return_state=True, **options)
+            other = op.forward(q, k, v, window, return_state=True, impl="reference", **options)
+            torch.testing.assert_close(result.o, other.o, equal_nan=True, **TOLERANCE)
+            for piece, o, b, e in zip(result.o[0].split(counts), whole, begins, ends, strict=True):
+                torch.testing.assert_close(piece, o[b:e], equal_nan=True, **TOLERANCE)
+            state, begins = result.state, ends
+        assert state.lengths_N.tolist() == begins
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["full", "terraced"])
+def test_low_precision_error_is_bounded(name, dtype, dim):
+    x = inputs(1, 3 * 16 + 5, dim=dim, dtype=dtype)
+    window = None if name == "full" else Window("terraced", 16, sinks=2)
+    exact = op.forward(x.q.double(), x.k.double(), x.v.double(), window, impl="reference").o
+    for return_aux in (False, True):
+        o = run(x, window, return_aux=return_aux).o
+        assert o.dtype == dtype
+        error = (o.double() - exact).norm() / exact.norm()
+        assert error < {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 6e-4}[dtype]
+
+
+@pytest.mark.parametrize("name,softcap", CASES)
+def test_coefficients_give_the_output(name, softcap):
+    x = inputs(2, 3 * W + 5, dtype=torch.float64)
+    weights = op.coefficients(x.q, x.k, WINDOWS[name], softcap=softcap)
+    v = x.v.repeat_interleave(2, 2)
+    torch.testing.assert_close(
+        torch.einsum("bhqs,bshv->bqhv", weights, v), run(x, WINDOWS[name], softcap=softcap).o
+    )
+    rows = op.coefficients(x.q, x.k, WINDOWS[name], softcap=softcap, rows=slice(3, 9))
+    torch.testing.assert_close(rows, weights[:, :, 3:9])
+    if WINDOWS[name] is None or WINDOWS[name].size:
+        torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]))
+
+
+def test_a_query_without_keys_gives_zero_and_a_finite_gradient():
+    """Only a window of no keys and no sinks leaves a query bare; used where ablations remove the rest."""
+    x = inputs(1, 5, dtype=torch.float64, grad=True)
+    for impl in ("chunked", "reference"):
+        result = run(x, Window("sliding", 0), return_aux=True, impl=impl)
+        assert not result.o.any()
+        assert (result.aux["lse"] < -27).all()  # ln of the guard, or -inf
+        for g in torch.autograd.grad(result.o.sum(), [x.q, x.k, x.v]):
+            assert not g.any()
+
+
+def test_large_scores_stay_finite():
+    x = inputs(1, 70)
+    x.q, x.k = x.q * 200, x.k * 200
+    for window, softcap in product(WINDOWS.values(), (None, 50.0)):
+        result = run(x, window, softcap=softcap, return_aux=True)
+        assert result.o.isfinite().all() and result.aux["lse"].isfinite().all()
+
+
+def test_bad_input_is_refused():
+    x = inputs(1, 5)
+    with pytest.raises(
+        ValueError, match="impl is 'flash'; available here are 'auto', 'chunked', 'reference'"
+    ):
+        run(x, None, impl="flash")
+    with pytest.raises(ValueError, match="q has head dim 8 and k has 4"):
+        op.forward(x.q, x.k[..., :4], x.v)
+    with pytest.raises(ValueError, match="q has 3 heads, not a multiple of k's 2 heads"):
+        op.forward(x.q[:, :, :3], x.k, x.v)
+    with pytest.raises(ValueError, match="the sequences hold 4 tokens; the tensors hold 1 x 5"):
+        run(x, None, sequences=Sequences([4], shape=(1, 5)))
