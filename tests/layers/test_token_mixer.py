@@ -19,15 +19,17 @@ from hybridize.models.families import FAMILIES, AttentionShape
 from hybridize.ops.sequences import Sequences
 from hybridize.spec import HybridSpec
 
-W = 4
 HEADS = {"mha": (4, 4), "gqa": (8, 4), "mqa": (4, 1)}
+# Chunks hold at least 64 keys: windows of 4 stay inside one, those of 24 and 64 cross several (3w + 5 tokens).
+W = 4
+SIZES = (W, 24, 64)
 WINDOWS = {
-    "sliding": {"kind": "sliding", "size": W},
-    "terraced": {"kind": "terraced", "size": W},
-    "sliding-sinks": {"kind": "sliding", "size": W, "sinks": 3},
-    "terraced-sinks": {"kind": "terraced", "size": W, "sinks": 2},
-    "sliding-overlap": {"kind": "sliding", "size": W, "overlap": True},
-    "terraced-overlap-sinks": {"kind": "terraced", "size": W, "sinks": 1, "overlap": True},
+    "sliding": {"kind": "sliding"},
+    "terraced": {"kind": "terraced"},
+    "sliding-sinks": {"kind": "sliding", "sinks": 3},
+    "terraced-sinks": {"kind": "terraced", "sinks": 2},
+    "sliding-overlap": {"kind": "sliding", "overlap": True},
+    "terraced-overlap-sinks": {"kind": "terraced", "sinks": 1, "overlap": True},
 }
 NORMALIZERS = {
     "shared": {"kind": "shared", "gamma": 0.3},
@@ -49,6 +51,7 @@ COMMON = {
     "dim": (64, 96, 128, 256),
     "dtype": (torch.float32, torch.bfloat16, torch.float16),
     "softcap": (None, 5.0),
+    "size": SIZES,
 }
 MATRIX = {
     "softmax": {"attention": ("softmax",), **COMMON},
@@ -82,7 +85,7 @@ def group(row: dict) -> dict:
     """The spec of one row."""
     spec = {"attention": row["attention"]}
     if "window" in row:
-        spec["window"] = WINDOWS[row["window"]]
+        spec["window"] = {**WINDOWS[row["window"]], "size": row["size"]}
     if "normalizer" in row:
         spec["normalizer"] = NORMALIZERS[row["normalizer"]]
     if "map" in row:
@@ -93,7 +96,7 @@ def group(row: dict) -> dict:
 def layer_spec(row: dict) -> dict:
     if row["attention"] != "head-wise":
         return group(row)
-    near = {"kind": "sliding", "size": W}
+    near = {"kind": "sliding", "size": row["size"]}
     mixed = {**group({**row, "attention": "windowed_linear"}), "heads": "1/4"}
     rest = [{"attention": "softmax", "window": near, "heads": "1/2"}, {"attention": "linear", "heads": "1/4"}]
     return {"groups": [*rest, mixed]}
@@ -160,6 +163,14 @@ def in_pieces(mixer: TokenMixer, x: Tensors, sizes: list[int]) -> Tensor:
     return torch.cat(outputs, 1)
 
 
+def pieces(w: int) -> list[list[int]]:
+    """Ways through 3w + 5 tokens: one by one (around the edges of a wide window), uneven, whole."""
+    steps = [1] * (3 * w + 5) if w == SIZES[0] else [w - 2, *[1] * 4, w - 3, *[1] * 3, w + 3]
+    uneven = [2, 1, w + 2, 1, w - 3, w + 2]
+    assert sum(steps) == sum(uneven) == 3 * w + 5
+    return [steps, uneven, [2 * w + 1, w + 4], [3 * w + 5]]
+
+
 def error(ours: Tensor, exact: Tensor) -> float:
     assert ours.shape == exact.shape
     return float((ours.double() - exact).norm() / exact.norm())
@@ -170,18 +181,19 @@ def check(row: dict) -> None:
     heads, kv_heads = HEADS[row["heads"]]
     dim, dtype = row["dim"], row["dtype"]
     mixer = build(layer_spec(row), heads, kv_heads, dim, row["softcap"])
-    longest = 3 * W + 5
+    w = row["size"]
+    longest = 3 * w + 5
     bound = ERROR[dtype]
     x = tensors(2, longest, heads, kv_heads, dim, dtype)
     exact = oracle(mixer, x)
-    for length in lengths(W):
+    for length in lengths(w):
         o = mixer.attend(*x.cut(0, length), Sequences.dense(2, length))
         assert o.dtype == dtype
         assert error(o, exact[:, :length]) < bound, f"prefix of {length}"
-    for sizes in ([1] * longest, [2, 1, 6, 1, longest - 10], [2 * W + 1, longest - 2 * W - 1], [longest]):
+    for sizes in pieces(w):
         assert error(in_pieces(mixer, x, sizes), exact) < bound, f"pieces {sizes}"
     # documents of uneven length in one row; the second one is poison
-    documents = [1, W + 1, 3 * W + 5, W]
+    documents = [1, w + 1, longest, w]
     singles = [tensors(1, n, heads, kv_heads, dim, dtype, seed=n) for n in documents]
     singles[1] = Tensors(*(torch.full_like(y, torch.nan) for y in (singles[1].q, singles[1].k, singles[1].v)))
     packed = Tensors(*(torch.cat([getattr(y, name) for y in singles], 1) for name in "qkv"))
@@ -215,10 +227,11 @@ def test_full_product(row):
             "normalizer": tuple(NORMALIZERS),
             "heads": ("mha", "gqa"),
             "softcap": (None, 5.0),
+            "size": SIZES,
         }
     )
     + [
-        {"attention": kind, "heads": "gqa", "softcap": cap}
+        {"attention": kind, "heads": "gqa", "softcap": cap, "size": 64}
         for kind in ("softmax", "linear")
         for cap in (None, 5.0)
     ],
@@ -228,11 +241,12 @@ def test_gradients_equal_the_oracles(row):
     """Of q, k, v and every parameter, in float64; through one pass and through pieces that hand on their state."""
     heads, kv_heads = HEADS[row["heads"]]
     mixer = build(layer_spec(row), heads, kv_heads, 6, row["softcap"]).double()
-    x = tensors(2, 3 * W + 5, heads, kv_heads, 6, torch.float64)
+    length = 3 * row["size"] + 5
+    x = tensors(2, length, heads, kv_heads, 6, torch.float64)
     leaves = [y.requires_grad_() for y in (x.q, x.k, x.v)] + list(mixer.groups.parameters())
     ways = {
-        "whole": lambda: mixer.attend(x.q, x.k, x.v, Sequences.dense(2, 3 * W + 5)),
-        "pieces": lambda: in_pieces(mixer, x, [2, 1, 6, 1, 3 * W - 5]),
+        "whole": lambda: mixer.attend(x.q, x.k, x.v, Sequences.dense(2, length)),
+        "pieces": lambda: in_pieces(mixer, x, pieces(row["size"])[1]),
     }
     outputs = []
     for part, (q_heads, k_heads) in zip(mixer.groups, mixer.slices, strict=True):
@@ -252,7 +266,7 @@ def test_gradients_equal_the_oracles(row):
 @pytest.mark.parametrize("attention", ["linear", "windowed_linear"])
 @torch.no_grad()
 def test_states_stay_float32_and_sums_leave_autocast(attention):
-    row = {"attention": attention, "heads": "gqa", **({"window": "sliding"} if attention != "linear" else {})}
+    row = {"attention": attention, "size": W, **({"window": "sliding"} if attention != "linear" else {})}
     mixer = build(layer_spec(row), 4, 2, 16)
     x = tensors(1, 40, 4, 2, 16, torch.bfloat16)
     states = [None]
@@ -270,7 +284,7 @@ def test_states_stay_float32_and_sums_leave_autocast(attention):
 
 @torch.no_grad()
 def test_three_calls_make_the_forward():
-    mixer = build({"attention": "windowed_linear", "window": WINDOWS["sliding"]}, 4, 2, 8)
+    mixer = build({"attention": "windowed_linear", "window": {"kind": "sliding", "size": W}}, 4, 2, 8)
     for name, width in (("q_proj", 32), ("k_proj", 16), ("v_proj", 16)):
         setattr(mixer, name, nn.Linear(32, width))
     x_BTE = torch.randn(2, 11, 32)
@@ -289,7 +303,7 @@ def test_a_layer_without_own_window_takes_the_teachers():
     narrow = AttentionShape(0, 32, 4, 2, 8, 8**-0.5, None, W, True)
     windowed = TokenMixer(nn.Module(), FAMILIES["llama"], narrow, mixer.spec)
     x = tensors(1, 20, 4, 2, 8, torch.float32)
-    own = build({"attention": "softmax", "window": WINDOWS["sliding"]}, 4, 2, 8)
+    own = build({"attention": "softmax", "window": {"kind": "sliding", "size": W}}, 4, 2, 8)
     sequences = Sequences.dense(1, 20)
     expected = own.attend(x.q, x.k, x.v, sequences)
     torch.testing.assert_close(windowed.attend(x.q, x.k, x.v, sequences), expected)

@@ -44,29 +44,34 @@ def test_prefill_decode_chunks_and_prefixes_agree(row):
         assert cache.get_seq_length() == LONGEST and cache.lengths == [LONGEST] * 2
 
 
-@pytest.mark.parametrize("row", ROWS, ids=label)
+@pytest.mark.parametrize(
+    "row",
+    [{**row, "longest": LONGEST} for row in ROWS] + [{**row, "longest": 160} for row in ROWS[-len(SPECS) :]],
+    ids=label,
+)
 @torch.no_grad()
 def test_padding_and_packing_change_nothing(row):
-    model = build(row)
-    rows = [tokens(1, n, seed=n) for n in (LONGEST, 1, W + 1, 2 * W)]
+    """Rows of 160 tokens cross chunks, which hold 64."""
+    model, longest = build(row), row["longest"]
+    rows = [tokens(1, n, seed=n) for n in (longest, 1, W + 1, longest // 2)]
     alone = [model(ids, use_cache=False).logits[0] for ids in rows]
     for side in ("left", "right"):
-        ids_BT = torch.zeros(len(rows), LONGEST, dtype=torch.long)
+        ids_BT = torch.zeros(len(rows), longest, dtype=torch.long)
         mask_BT = torch.zeros_like(ids_BT)
         for n, ids in enumerate(rows):
-            place = slice(LONGEST - ids.shape[1], None) if side == "left" else slice(0, ids.shape[1])
+            place = slice(longest - ids.shape[1], None) if side == "left" else slice(0, ids.shape[1])
             ids_BT[n, place], mask_BT[n, place] = ids[0], 1
         logits = model(ids_BT, attention_mask=mask_BT, use_cache=False).logits
         for n in range(len(rows)):
             torch.testing.assert_close(logits[n][mask_BT[n].bool()], alone[n], **TOLERANCE)
         # padded prompts, then the rest through the cache, the mask growing as `generate` grows it
         if side == "left":
-            cut = LONGEST - 1  # the shortest row is one token: all padding in the prompt
+            cut = longest - 1  # the shortest row is one token: all padding in the prompt
             cache = model.new_cache()
             first = model(ids_BT[:, :cut], attention_mask=mask_BT[:, :cut], **{CACHE: cache}).logits
             rest = [
                 model(ids_BT[:, t : t + 1], attention_mask=mask_BT[:, : t + 1], **{CACHE: cache}).logits
-                for t in range(cut, LONGEST)
+                for t in range(cut, longest)
             ]
             joined = torch.cat([first, *rest], 1)
             for n in range(len(rows)):

@@ -72,6 +72,33 @@ def test_formula_by_brute_force(window_name, mix_name, impl):
         np.testing.assert_allclose(ours, expected, rtol=1e-10, atol=1e-10, err_msg=f"{mode} {removal}")
 
 
+@pytest.mark.parametrize("mix_name", ["shared", "mass"])
+@pytest.mark.parametrize(
+    "window",
+    [
+        Window("sliding", 64, sinks=3),
+        Window("terraced", 64),
+        Window("terraced", 24, sinks=30),
+        Window("sliding", 70, overlap=True),
+    ],
+    ids=str,
+)
+def test_formula_by_brute_force_over_several_chunks(window, mix_name):
+    """Chunks hold at least 64 keys: only windows and texts of this size leave the first one."""
+    x = inputs(1, 3 * 64 + 5, heads=2, groups=1, dim=4, features=4, dtype=torch.float64)
+    mix = mixes(2, torch.float64)[mix_name]
+    if mix_name == "shared":
+        plain = {"kind": "shared", "gamma": mix.gamma_H.numpy(), "eta": "one"}
+    else:
+        plain = {"kind": "separate", "bias": mix.mass_bias_H.numpy(), "empty_far": "renormalize"}
+    tensors = [y.numpy() for y in (x.q[0], x.k[0], x.v[0], x.map_q.weight_HDQ, x.map_k.weight_HDQ)]
+    shape = {"kind": window.kind, "w": window.size, "sinks": window.sinks, "overlap": window.overlap}
+    for mode, removal in (("hybrid", "zero"), ("linear_only", "renormalize")):
+        expected = brute_force.windowed_linear(*tensors, **shape, mix=plain, mode=mode, removal=removal)
+        ours = run(x, window, mix, ablation=Ablation(mode, removal)).o[0].numpy()
+        np.testing.assert_allclose(ours, expected, rtol=1e-10, atol=1e-10, err_msg=mode)
+
+
 @pytest.mark.parametrize("window_name", WINDOWS)
 @pytest.mark.parametrize("mix_name", ["shared", "separate", "mass"])
 def test_chunked_equals_reference_with_gradients(window_name, mix_name):

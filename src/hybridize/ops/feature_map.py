@@ -61,7 +61,7 @@ class FeatureMap:
         if self.bias_HQ is not None:
             y = y + self.bias_HQ.to(dtype)
         act = ACTIVATIONS[self.activation]
-        features = torch.cat([act(y), act(-y)], dim=-1) if self.two_sided else act(y)
+        features = act(torch.stack([y, -y], dim=-2)).flatten(-2) if self.two_sided else act(y)
         return features if self.signed else features.clamp_min(CLAMP)
 
 

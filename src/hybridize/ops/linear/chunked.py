@@ -5,9 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from hybridize.ops.feature_map import FeatureMap
+from hybridize.ops.grid import get_grid
 from hybridize.ops.linear.state import LinearState, empty_linear
 from hybridize.ops.sequences import Sequences
-from hybridize.ops.terms import Chunks, far_terms, fold
+from hybridize.ops.terms import far_terms, fold
 from hybridize.ops.types import Result, compute_dtype, guarded
 
 CHUNK = 64
@@ -25,15 +26,15 @@ def forward(
 ) -> Result:
     q, k, v = (x.flatten(0, 1) for x in (q_BTHD, k_BTGD, v_BTGV))
     dtype = compute_dtype(q)
-    chunks = Chunks(sequences, sequences.grid(CHUNK, None), back=False)
-    phi_k = map_k(chunks.lay(k).transpose(1, 2)).transpose(1, 2)
-    v_MGCV = chunks.lay(v).to(dtype)
-    terms = far_terms(chunks, None, map_q(q), phi_k, v_MGCV, state.memory if state else None)
+    grid = get_grid(sequences, CHUNK, None)
+    phi_k = map_k(grid.lay_keys(k).transpose(1, 2)).transpose(1, 2)
+    v_MGCV = grid.lay_keys(v).to(dtype)
+    terms = far_terms(grid, map_q(q), phi_k, v_MGCV, state.memory if state else None)
     o = (terms.num_PHV / guarded(terms.den_PH)[..., None]).to(v_BTGV.dtype).unflatten(0, q_BTHD.shape[:2])
     if not return_state:
         return Result(o)
     state = state or empty_linear(len(sequences), map_k.heads, map_k.features, v.shape[-1], dtype, q.device)
-    S, z = fold(chunks, None, phi_k, v_MGCV, state.memory)
+    S, z = fold(grid, phi_k, v_MGCV, state.memory)
     return Result(o, LinearState(lengths_N=state.lengths_N + sequences.tensor("lengths"), S_NJFV=S, z_NJF=z))
 
 

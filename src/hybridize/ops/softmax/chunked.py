@@ -12,17 +12,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
+from hybridize.ops.grid import get_grid
 from hybridize.ops.ring import RingState, advance_ring
 from hybridize.ops.sequences import Sequences
 from hybridize.ops.softmax.state import KVState, append
-from hybridize.ops.terms import Chunks, near_terms
+from hybridize.ops.terms import near_terms
 from hybridize.ops.types import EPSILON, Result, compute_dtype, guarded
 from hybridize.windows import Window
 
 TILE = 256
+RATIO = {False: 2, True: 16}
+"""Largest ratio of lengths within a group: on CUDA padding costs less than launches."""
+KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Not cuDNN's: it plans anew for every shape, and packed shapes never repeat."""
 
 
 def forward(
@@ -40,8 +46,12 @@ def forward(
     q, k, v = (x.flatten(0, 1) for x in (q_BTHD, k_BTGD, v_BTGV))
     if window is not None:
         assert state is None or isinstance(state, RingState)
-        chunks = Chunks(sequences, sequences.grid(window.chunk(), window), back=True)
-        near = near_terms(chunks, window, q, k, v, state, scale=scale, softcap=softcap)
+        grid = get_grid(sequences, window.chunk(), window)
+        kv = (
+            grid.lay_keys(k, state.k_NRGD if state else None),
+            grid.lay_keys(v, state.v_NRGV if state else None),
+        )
+        near = near_terms(grid, window, q, k, v, kv, state, scale=scale, softcap=softcap)
         o = (near.num_PHV / guarded(near.den_PH)[..., None]).to(v.dtype)
         new_ring = advance_ring(sequences, window, k, v, state) if return_state else None
         assert near.shift_PH is not None
@@ -79,13 +89,13 @@ def _fresh(
         o, lse = _attend(q, k, v, None, scale, softcap, return_lse)
         return o.flatten(0, 1), lse.flatten(0, 1) if lse is not None else None
     outputs, lses = [], []
-    for index_NT in sequences.buckets():
+    indices, back = sequences.buckets(RATIO[q.device.type == "cuda"])
+    for index_NT in indices:
         x_q, x_k, x_v = (torch.cat([x, x.new_zeros(1, *x.shape[1:])])[index_NT] for x in (q, k, v))
         o, lse = _attend(x_q, x_k, x_v, None, scale, softcap, return_lse)
         outputs.append(o.flatten(0, 1))
         if lse is not None:
             lses.append(lse.flatten(0, 1))
-    back = sequences.from_buckets()
     return torch.cat(outputs)[back], torch.cat(lses)[back] if lses else None
 
 

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from hybridize.ops.feature_map import FeatureMap
+from hybridize.ops.grid import get_grid
 from hybridize.ops.linear.state import LinearState, empty_linear
 from hybridize.ops.ring import RingState, advance_ring
 from hybridize.ops.sequences import Sequences
-from hybridize.ops.terms import Chunks, Terms, far_terms, fold, near_terms
+from hybridize.ops.terms import Terms, far_terms, fold, near_terms, needs_all_keys
 from hybridize.ops.types import Ablation, Result, compute_dtype
 from hybridize.ops.windowed_linear.mix import Branches, Mix, combine
 from hybridize.ops.windowed_linear.state import WindowedLinearState
@@ -39,19 +40,22 @@ def forward(
     q, k, v = (x.flatten(0, 1) for x in (q_BTHD, k_BTGD, v_BTGV))
     dtype = compute_dtype(q)
     ring, far = (state.ring, state.far) if state else (None, None)
-    chunks = Chunks(sequences, sequences.grid(window.chunk(), window), back=True)
-    near = near_terms(chunks, window, q, k, v, ring, scale=scale, softcap=softcap)
-    k_MGCD = chunks.lay(k, ring.k_NRGD if ring else None)
-    v_MGCV = chunks.lay(v, ring.v_NRGV if ring else None).to(dtype)
-    phi_k = map_k(k_MGCD.transpose(1, 2)).transpose(1, 2)
+    grid = get_grid(sequences, window.chunk(), window)
+    k_MGKD = grid.lay_keys(k, ring.k_NRGD if ring else None)
+    v_MGKV = grid.lay_keys(v, ring.v_NRGV if ring else None).to(dtype)
+    near = near_terms(grid, window, q, k, v, (k_MGKD, v_MGKV), ring, scale=scale, softcap=softcap)
+    linear_only = ablation.mode == "linear_only"
+    all_keys = needs_all_keys(grid, everything=linear_only)
+    k_MGXD, v_MGXV = (k_MGKD, v_MGKV) if all_keys else (grid.own(k_MGKD), grid.own(v_MGKV))
+    phi_k = map_k(k_MGXD.transpose(1, 2)).transpose(1, 2)
     phi_q = map_q(q)
     memory = far.memory if far else None
-    far_sums = far_terms(chunks, window, phi_q, phi_k, v_MGCV, memory)
+    far_sums = far_terms(grid, phi_q, phi_k, v_MGXV, memory)
     everything = None
-    if ablation.mode == "linear_only":
+    if linear_only:
         all_memory = _with_sinks(far, ring, map_k, window, sequences) if far and ring else memory
-        everything = far_terms(chunks, window, phi_q, phi_k, v_MGCV, all_memory, everything=True)
-    branches = _branches(near, far_sums, everything, window.has_far(sequences.tensor("position")))
+        everything = far_terms(grid, phi_q, phi_k, v_MGXV, all_memory, everything=True)
+    branches = _branches(near, far_sums, everything, grid.has_far_P)
     o = combine(branches, mix, ablation).to(v_BTGV.dtype).unflatten(0, q_BTHD.shape[:2])
     aux = {}
     if return_aux:
@@ -60,7 +64,7 @@ def forward(
     if not return_state:
         return Result(o, None, aux)
     far = far or empty_linear(len(sequences), map_k.heads, map_k.features, v.shape[-1], dtype, q.device)
-    S, z = fold(chunks, window, phi_k, v_MGCV, far.memory)
+    S, z = fold(grid, grid.own(phi_k), grid.own(v_MGKV), far.memory)
     lengths = far.lengths_N + sequences.tensor("lengths")
     new_state = WindowedLinearState(
         lengths_N=lengths,

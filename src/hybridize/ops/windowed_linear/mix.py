@@ -78,7 +78,7 @@ def near_and_far_scales(branches: Branches, mix: Mix) -> tuple[Tensor, Tensor]:
     """What a near weight e^(s-c) and a far weight phi(q) phi(k) is multiplied with in the output, `[*, H]` each."""
     if isinstance(mix, SharedMix):
         gamma, eta = mix.gamma_H.to(branches.near_den), mix.eta_H.to(branches.near_den)
-        den = guarded(gamma * branches.near_den + eta * branches.far_den)
+        den = (gamma * branches.near_den + eta * branches.far_den).clamp_min(EPSILON)
         return gamma / den, eta / den
     near, far = _gates(branches, mix)
     return near / guarded(branches.near_den), far / guarded(branches.far_den)
@@ -99,7 +99,7 @@ def _shared(branches: Branches, mix: SharedMix, ablation: Ablation) -> Tensor:
         num, den = eta[:, None] * branches.all_num, eta * branches.all_den
     if ablation.removal == "zero":
         den = hybrid_den
-    return num / guarded(den)[..., None]
+    return num / den.clamp_min(EPSILON)[..., None]  # masses under a shared normalizer are never negative
 
 
 def _gates(branches: Branches, mix: SeparateMix) -> tuple[Tensor, Tensor]:
