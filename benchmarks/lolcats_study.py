@@ -43,15 +43,19 @@ class Job:
 
 def corner_jobs(tokens: int, evaluation: list[str]) -> list[Job]:
     """For every map and window: both stages (whose milestones are also swap only and transfer only), and LoRA only."""
-    jobs = [Job("corner-control", "control-smollm2-135m", [f"finetune.tokens={tokens}", *evaluation])]
+    rows = "batch.rows=8"  # as in the paper; steps of 32 rows would be too few at these budgets
+    control = [f"finetune.tokens={tokens}", f"finetune.{rows}", *evaluation]
+    jobs = [Job("corner-control", "control-smollm2-135m", control)]
     for name, feature_map in MAPS.items():
         for window in (False, True):
             kind = "windowed_linear" if window else "linear"
             spec = f"{{attention: {kind}, {WINDOW + ', ' if window else ''}feature_map: {feature_map}}}"
             label = f"corner-{name}-{'terraced64' if window else 'nowindow'}"
-            both = [f"spec.all={spec}", f"transfer.tokens={tokens}", f"finetune.tokens={tokens}", *evaluation]
+            both = [f"spec.all={spec}", f"transfer.tokens={tokens}", f"finetune.tokens={tokens}"]
+            both += [f"transfer.{rows}", f"finetune.{rows}", *evaluation]
             jobs.append(Job(f"{label}-both", "lolcats-smollm2-135m", both))
-            lora = f"[{{finetune: {{tokens: {2 * tokens}, train_maps: true, lora: {{rank: 8, alpha: 16}}, lr: 1e-4}}}}]"
+            rate = "lr: {cosine: [5e-4, 1e-5], warmup: 20}"
+            lora = f"[{{finetune: {{tokens: {2 * tokens}, train_maps: true, {rate}, batch: {{rows: 8}}}}}}]"
             only = [f"spec.all={spec}", f"steps={lora}", *evaluation]
             jobs.append(Job(f"{label}-lora", "lolcats-smollm2-135m", only))
     return jobs
@@ -67,13 +71,18 @@ def run(job: Job, out: Path) -> dict[str, Any]:
     print(f"{job.name}: exit {code} after {seconds:.0f} s", flush=True)
     folder = out / job.name
     measured = folder / "evaluations.json"
-    outcomes = {path.parent.name: json.loads(path.read_text()) for path in sorted(folder.glob("steps/*/outcome.json"))}
+    outcomes = {
+        path.parent.name: json.loads(path.read_text()) for path in sorted(folder.glob("steps/*/outcome.json"))
+    }
     return {
         "exit": code,
         "seconds": round(seconds, 1),
         "command": " ".join(["hybridize", *job.command(Path("runs"))[3:]]),
         "stages": {
-            name: {key: outcome[key] for key in ("steps", "tokens", "seconds", "tokens_per_second", "peak_memory_bytes")}
+            name: {
+                key: outcome[key]
+                for key in ("steps", "tokens", "seconds", "tokens_per_second", "peak_memory_bytes")
+            }
             for name, outcome in outcomes.items()
         },
         "milestones": json.loads(measured.read_text()) if measured.is_file() else [],
@@ -85,7 +94,9 @@ def machine() -> dict[str, Any]:
     import transformers
 
     return {
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "CPU",
+        "device": torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else platform.processor() or "CPU",
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
@@ -102,7 +113,9 @@ def table(jobs: dict[str, Any]) -> str:
     lines = []
     for name, result in jobs.items():
         for entry in result["milestones"]:
-            texts = "  ".join(f"{text} {values['perplexity']:.2f}" for text, values in entry["perplexity"].items())
+            texts = "  ".join(
+                f"{text} {values['perplexity']:.2f}" for text, values in entry["perplexity"].items()
+            )
             keys = entry.get("passkey", {}).get("lengths", [])
             found = "  ".join(f"{key['length']}: {100 * key['accuracy']:.0f}%" for key in keys)
             lines.append(f"{name:36s} {entry['name']:16s} {texts}  {found}")
@@ -110,13 +123,17 @@ def table(jobs: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("parts", nargs="+", choices=["main", "control", "corners"])
     parser.add_argument("--out", type=Path, default=Path("runs/study"))
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time on the one device")
     parser.add_argument("--tokens", type=int, default=2_500_000, help="N of the corners")
-    parser.add_argument("--set", action="append", default=[], help="override for every job (for a smoke test)")
+    parser.add_argument(
+        "--set", action="append", default=[], help="override for every job (for a smoke test)"
+    )
     parser.add_argument("--commit", default=commit())
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -130,7 +147,11 @@ def main() -> None:
         for job in jobs:
             job.overrides += options.set
         with ThreadPoolExecutor(options.jobs) as pool:
-            results = dict(zip([job.name for job in jobs], pool.map(lambda job: run(job, options.out), jobs), strict=True))
+            results = dict(
+                zip(
+                    [job.name for job in jobs], pool.map(lambda job: run(job, options.out), jobs), strict=True
+                )
+            )
         record = {
             "commit": options.commit,
             "command": "python benchmarks/lolcats_study.py " + " ".join(sys.argv[1:]),
