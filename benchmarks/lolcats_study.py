@@ -154,7 +154,7 @@ def main() -> None:
             )
         record = {
             "commit": options.commit,
-            "command": "python benchmarks/lolcats_study.py " + " ".join(sys.argv[1:]),
+            "command": f"python benchmarks/lolcats_study.py {part} --tokens {options.tokens} --jobs {options.jobs}",
             "machine": machine(),
             "runs_at_a_time": min(options.jobs, len(jobs)),
             "jobs": results,

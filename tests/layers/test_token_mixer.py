@@ -270,6 +270,40 @@ def test_gradients_equal_the_oracles(row):
             torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"attention": "linear"},
+        {"attention": "softmax"},
+        {"attention": "windowed_linear", "window": "terraced-sinks", "size": 64},
+        {"attention": "windowed_linear", "window": "sliding", "size": 24},
+    ],
+    ids=label,
+)
+@torch.no_grad()
+def test_one_long_document_among_many_short_ones(row):
+    """Sums over chunks take another way where lengths differ this much; poison in one document stays there."""
+    mixer = build(layer_spec(row), 4, 2, 8)
+    documents = [1] * 20 + [3, 1300, 2, 700] + [1] * 20
+    singles = [tensors(1, n, 4, 2, 8, torch.float32, seed=n) for n in documents]
+    for poisoned in (5, 22):
+        singles[poisoned] = Tensors(
+            *(torch.full_like(y, torch.nan) for y in vars(singles[poisoned]).values())
+        )
+    alone = [
+        mixer.attend(x.q, x.k, x.v, Sequences.dense(1, n)) for x, n in zip(singles, documents, strict=True)
+    ]
+    states, begins = [None], [0] * len(documents)
+    for ends in ([(n + 1) // 2 for n in documents], documents):
+        counts = [e - b for b, e in zip(begins, ends, strict=True)]
+        cuts = [x.cut(b, e) for x, b, e in zip(singles, begins, ends, strict=True)]
+        sequences = Sequences.packed(torch.tensor([0, *counts]).cumsum(0), begins)
+        o = mixer.attend(*(torch.cat(part, 1) for part in zip(*cuts, strict=True)), sequences, states)
+        for piece, whole, b, e in zip(o.split(counts, 1), alone, begins, ends, strict=True):
+            torch.testing.assert_close(piece, whole[:, b:e], rtol=1e-4, atol=1e-4, equal_nan=True)
+        begins = ends
+
+
 @pytest.mark.parametrize("attention", ["linear", "windowed_linear"])
 @torch.no_grad()
 def test_states_stay_float32_and_sums_leave_autocast(attention):

@@ -63,6 +63,12 @@ class Milestones:
         }
         self._add(entry)
 
+    def lend_teacher(self, folder: Path) -> None:
+        """Give the control run the teacher's measurements, which are the same."""
+        path = folder / "evaluations.json"
+        if read_json(path) is None:
+            write_json(path, [entry for entry in self.entries if entry["kind"] == "teacher"])
+
     def adopt_control(self, folder: Path) -> None:
         """Take over the last milestone of the control run: the teacher with the same fine-tuning."""
         measured = read_json(folder / "evaluations.json") or []

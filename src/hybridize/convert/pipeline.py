@@ -89,6 +89,7 @@ def convert(
         conversion.run(last)
         if recipe.evaluation is not None and recipe.evaluation.control:
             control = recipe.control()
+            conversion.milestones.lend_teacher(out / "control")
             convert(model, control, out / "control", device=device, stop_after=None, progress=progress)
             conversion.milestones.adopt_control(out / "control")
         conversion.milestones.write_results(recipe, identity)

@@ -25,7 +25,7 @@ from hybridize.ops.types import EPSILON, Result, compute_dtype, guarded
 from hybridize.windows import Window
 
 TILE = 256
-RATIO = {False: 2, True: 16}
+RATIO = {False: 2, True: 4}
 """Largest ratio of lengths within a group: on CUDA padding costs less than launches."""
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Not cuDNN's: it plans anew for every shape, and packed shapes never repeat."""
