@@ -24,7 +24,8 @@ SCALED: dict[str, list[str]] = {
     "hybridize convert": [
         "--set", "transfer.tokens=512", "--set", "finetune.tokens=512", "--set", "data.length=256",
         "--set", "transfer.batch.rows=1", "--set", "finetune.batch.rows=1",
-        "--set", "transfer.validation_rows=1", "--set", "finetune.validation_rows=1", "--device", "cpu",
+        "--set", "transfer.validation_rows=1", "--set", "finetune.validation_rows=1",
+        "--set", "evaluation=null", "--device", "cpu",
     ],
     "hybridize eval": ["--samples", "1", "--lengths", "256", "--device", "cpu"],
     "hybridize generate": ["--max-new-tokens", "4", "--device", "cpu"],

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hybridize.convert import pipeline
@@ -85,8 +87,10 @@ def load(
     Raises:
         ValueError: nothing there, or a checkpoint that lacks parameters of the model.
     """
-    target = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    target = pipeline.choose_device(device)
+    wanted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype is not None and not (isinstance(wanted, torch.dtype) and wanted.is_floating_point):
+        raise ValueError(f"dtype is {dtype!r}; allowed are float32, bfloat16, float16")
     folder = Path(run_or_model)
     if (folder / "run.json").is_file():
         run = RunFolder(folder)
@@ -96,7 +100,8 @@ def load(
             )
         model, tokenizer = _load_hybrid(run.model, wanted), AutoTokenizer.from_pretrained(run.model)
         if run.adapter.is_dir():
-            attach_adapter(model, run.adapter)
+            with _one_line(run.adapter):
+                attach_adapter(model, run.adapter)
         return model.to(target).eval(), tokenizer  # type: ignore[arg-type]
     config = read_json(folder / "config.json") if folder.is_dir() else None
     if config is not None and config.get("model_type") == HybridConfig.model_type:
@@ -106,8 +111,22 @@ def load(
 
 
 def _load_hybrid(folder: Path, dtype: torch.dtype | None) -> HybridForCausalLM:
-    model: HybridForCausalLM = HybridForCausalLM.from_pretrained(folder, dtype=dtype or "auto")
+    with _one_line(folder):
+        model: HybridForCausalLM = HybridForCausalLM.from_pretrained(folder, dtype=dtype or "auto")
     return model
+
+
+@contextmanager
+def _one_line(folder: Path) -> Iterator[None]:
+    """What readers of damaged weights raise as a ValueError that names the folder."""
+    try:
+        yield
+    except (SafetensorError, OSError, RuntimeError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f"{folder} cannot be loaded: {first}; in a run folder, remove {folder.name} and student.json there and run "
+            "the same convert command to have it written again"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -141,31 +160,37 @@ def evaluate(
     unknown = [task for task in tasks if task not in TASKS]
     if unknown or not tasks:
         raise ValueError(f"tasks is {list(tasks)}; allowed are {', '.join(TASKS)}")
-    if not lengths:
-        raise ValueError("lengths is empty; give at least one number of tokens")
+    if not lengths or min(lengths) < 2:
+        raise ValueError(f"lengths is {list(lengths)}; give at least one number of tokens, each 2 or more")
+    if samples is not None and samples < 1:
+        raise ValueError(f"samples is {samples}; it must be at least 1")
     model, tokenizer = load(run_or_model, device=device, dtype=dtype)
     hybrid = model if isinstance(model, HybridForCausalLM) else None
     if hybrid is None and mode != "hybrid":
         raise ValueError(f"mode is {mode!r}, but {run_or_model} is no hybrid: there is no branch to remove")
-    rows = samples or 100
-    batches = {}
-    if "perplexity" in tasks:
-        for source in texts:
+    values: dict[str, Any] = {"model": str(run_or_model), "mode": mode, "removal": removal, "scope": scope}
+    with ExitStack() as stack:
+        split_at = None
+        if hybrid is not None:
+            stack.enter_context(hybrid.override(mode, removal, scope))  # type: ignore[arg-type]
+            values["effective_spec"] = hybrid.effective_spec["override"]
+            windows = [group.window for group in hybrid.spec.groups if group.attention == "windowed_linear"]
+            split_at = max((w.first_far_position for w in windows if w is not None), default=None)
+        rows = samples or 100
+        batches = {}
+        for source in texts if "perplexity" in tasks else ():
             spec = DataSpec(source=source, length=max(lengths))
             held_out = build_rows(spec, tokenizer, "test", rows * spec.length)
             batches[source] = list(ordered_batches(held_out, 4, rows * spec.length))
-    options: dict[str, Any] = {
-        "passkey_lengths": lengths if "passkey" in tasks else (),
-        "samples": samples or 20,
-    }
-    values: dict[str, Any] = {"model": str(run_or_model), "mode": mode, "removal": removal, "scope": scope}
-    if hybrid is None:
-        return Evaluation(values | run_suite(model, tokenizer, batches, **options).to_dict())
-    windows = [group.window for group in hybrid.spec.groups if group.attention == "windowed_linear"]
-    options["split_at"] = max((w.first_far_position for w in windows if w is not None), default=None)
-    with hybrid.override(mode, removal, scope):  # type: ignore[arg-type]
-        values["effective_spec"] = hybrid.effective_spec["override"]
-        return Evaluation(values | run_suite(hybrid, tokenizer, batches, **options).to_dict())
+        suite = run_suite(
+            model,
+            tokenizer,
+            batches,
+            passkey_lengths=lengths if "passkey" in tasks else (),
+            samples=samples or 20,
+            split_at=split_at,
+        )
+        return Evaluation(values | suite.to_dict())
 
 
 def demo(out: str | Path = "runs/demo", *, quick: bool = False, progress: bool = True) -> Path:

@@ -39,7 +39,8 @@ class FinetuneStage:
         for name, parameter in model.named_parameters():
             if ".groups." in name:
                 parameter.requires_grad_(step.train_maps)
-        if step.activation_checkpointing:
+        self.checkpointing = step.activation_checkpointing
+        if self.checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -78,7 +79,8 @@ class FinetuneStage:
 
     def finish(self) -> None:
         """Leave the model ready to run."""
-        self.model.gradient_checkpointing_disable()
+        if self.checkpointing:
+            self.model.gradient_checkpointing_disable()
         self.model.eval().requires_grad_(False)
 
 

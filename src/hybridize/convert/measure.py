@@ -6,6 +6,7 @@ Each milestone is measured once and kept in `evaluations.json`; resuming does no
 from __future__ import annotations
 
 import csv
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hybridize.convert.run_folder import RunFolder, read_json, versions, write_json
 from hybridize.data import DataSpec, build_rows
 from hybridize.data.batching import Batch, ordered_batches
+from hybridize.evals.aggregate import paired_difference
 from hybridize.evals.generation import greedy
 from hybridize.evals.suite import run_suite
 from hybridize.models.families import get_family
 from hybridize.models.modeling import HybridForCausalLM
 from hybridize.plan.bytes import softmax_spec, state_bytes
-from hybridize.recipe import Recipe
+from hybridize.recipe import Recipe, TrainingStep, TransferStep
 
 STATE_LENGTHS = (1024, 65536)
 BATCH = 4
+CONTROL = "teacher, same fine-tuning"
 HISTORY_POINTS = 60
 
 
@@ -34,11 +37,18 @@ class Milestones:
         self.plan = recipe.evaluation
         self.path = run.path / "evaluations.json"
         self.entries: list[dict[str, Any]] = read_json(self.path) or []
+        self.asked = self.plan.model_dump(mode="json", exclude={"control"}) if self.plan is not None else None
         self._texts: dict[str, list[Batch]] | None = None
+
+    def measured(self, name: str) -> bool:
+        """Whether there is nothing left to measure under `name`: the recipe's evaluation, as it is now, has been done."""
+        if self.asked is None:
+            return True
+        return any(entry["name"] == name and entry.get("asked") == self.asked for entry in self.entries)
 
     def measure(self, name: str, kind: str, model: PreTrainedModel) -> None:
         """Measure `model` under `name`, unless that has been done."""
-        if self.plan is None or any(entry["name"] == name for entry in self.entries):
+        if self.plan is None or self.measured(name):
             return
         windows = [group.window for group in self.recipe.groups if group.attention == "windowed_linear"]
         first_far = max((window.first_far_position for window in windows if window is not None), default=None)
@@ -57,6 +67,7 @@ class Milestones:
         entry = {
             "name": name,
             "kind": kind,
+            "asked": self.asked,
             **suite.to_dict(),
             "state_bytes": {length: state_bytes(spec, shapes, length, width) for length in STATE_LENGTHS},
             "generations": dict(zip(self.plan.prompts, continued, strict=True)),
@@ -66,17 +77,17 @@ class Milestones:
     def lend_teacher(self, folder: Path) -> None:
         """Give the control run the teacher's measurements, which are the same."""
         path = folder / "evaluations.json"
-        if read_json(path) is None:
-            write_json(path, [entry for entry in self.entries if entry["kind"] == "teacher"])
+        own = [entry for entry in read_json(path) or [] if entry["kind"] != "teacher"]
+        write_json(path, [*(entry for entry in self.entries if entry["kind"] == "teacher"), *own])
 
     def adopt_control(self, folder: Path) -> None:
         """Take over the last milestone of the control run: the teacher with the same fine-tuning."""
         measured = read_json(folder / "evaluations.json") or []
-        if measured and not any(entry["kind"] == "control" for entry in self.entries):
-            self._add({**measured[-1], "name": "teacher, same fine-tuning", "kind": "control"})
+        if measured and not self.measured(CONTROL):
+            self._add({**measured[-1], "name": CONTROL, "kind": "control"})
 
     def _add(self, entry: dict[str, Any]) -> None:
-        self.entries.append(entry)
+        self.entries = [other for other in self.entries if other["name"] != entry["name"]] + [entry]
         write_json(self.path, self.entries)
 
     def _held_out(self) -> dict[str, list[Batch]]:
@@ -94,16 +105,19 @@ class Milestones:
             }
         return self._texts
 
-    def write_results(self, recipe: Recipe, identity: dict[str, Any]) -> None:
+    def write_results(self, recipe: Recipe, identity: dict[str, Any], notes: list[str]) -> None:
         """`results.json` in the schema of `hybridize.report.schema`."""
         if self.plan is None:
             return
-        rows = [_row(entry) for entry in self.entries]
+        stages = [entry for entry in self.entries if entry["kind"] == "stage"]
+        before = {new["name"]: old for old, new in pairwise(stages)}
+        rows = [_row(entry, before.get(entry["name"])) for entry in self.entries]
         outcomes = {
             f"{index}-{step.kind}": read_json(self.run.step(index, step.kind) / "outcome.json")
             for index, step in enumerate(recipe.steps)
         }
         done = {name: outcome for name, outcome in outcomes.items() if outcome is not None}
+        units = {f"{index}-{step.kind}": _unit(step) for index, step in enumerate(recipe.steps)}
         results: dict[str, Any] = {
             "version": 1,
             "title": f"{identity['model']['name']} by {recipe.name}",
@@ -111,7 +125,7 @@ class Milestones:
             "recipe": recipe.name,
             "recipe_text": recipe.to_yaml(),
             "rows": rows,
-            "curves": [_curve(self.run.path / "steps" / name, name) for name in done],
+            "curves": [_curve(self.run.path / "steps" / name, name, units[name]) for name in done],
             "generations": self._generations(),
             "costs": [
                 {
@@ -123,6 +137,7 @@ class Milestones:
                 }
                 for name, outcome in done.items()
             ],
+            "notes": notes,
             "versions": versions(),
             "fingerprints": {
                 "model": identity["model"]["fingerprint"],
@@ -150,8 +165,8 @@ def _base_config(model: PreTrainedModel) -> Any:
     return model.config.base_config() if isinstance(model, HybridForCausalLM) else model.config
 
 
-def _row(entry: dict[str, Any]) -> dict[str, Any]:
-    """One row of the main table."""
+def _row(entry: dict[str, Any], before: dict[str, Any] | None) -> dict[str, Any]:
+    """One row of the main table; `before` is the stage to compare with, row of text by row of text."""
     texts = entry["perplexity"]
     keep = ("perplexity", "low", "high", "tokens")
     row: dict[str, Any] = {
@@ -163,12 +178,20 @@ def _row(entry: dict[str, Any]) -> dict[str, Any]:
         },
         "state_bytes": entry["state_bytes"],
     }
+    if before is not None:
+        row["change"] = {name: _change(values, before["perplexity"][name]) for name, values in texts.items()}
     if "passkey" in entry:
         row["passkey"] = {
             values["length"]: {key: value for key, value in values.items() if key != "length"}
             for values in entry["passkey"]["lengths"]
         }
     return row
+
+
+def _change(values: dict[str, Any], before: dict[str, Any]) -> dict[str, float | None]:
+    nats, interval = paired_difference(values["row_nll_sums"], before["row_nll_sums"], values["row_tokens"])
+    low, high = interval or (None, None)
+    return {"nats": nats, "low": low, "high": high}
 
 
 def _read_csv(path: Path) -> list[dict[str, str]]:
@@ -178,11 +201,19 @@ def _read_csv(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def _curve(folder: Path, name: str) -> dict[str, Any]:
+def _unit(step: TrainingStep) -> str:
+    """What a step's loss is measured in."""
+    if not isinstance(step, TransferStep):
+        return "nats a token"
+    terms = {"output MSE": step.objective.output_mse, "weight CE": step.objective.weight_ce}
+    return " + ".join(f"{weight:g} x {name}" for name, weight in terms.items() if weight)
+
+
+def _curve(folder: Path, name: str, unit: str) -> dict[str, Any]:
     train, validation = _read_csv(folder / "train.csv"), _read_csv(folder / "validation.csv")
     return {
         "stage": name,
-        "unit": "1000 x output MSE" if "transfer" in name else "nats a token",
+        "unit": unit,
         "steps": [int(row["step"]) for row in train],
         "loss": [float(row["loss"]) for row in train],
         "validation_steps": [int(row["step"]) for row in validation],

@@ -7,6 +7,7 @@ last checkpoint. A changed model, recipe or data is refused.
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hybridize.atomic import atomic_folder, full_disk_explained, sha256_file
+from hybridize.atomic import atomic_folder, atomic_write, full_disk_explained, sha256_file
 from hybridize.convert.finetune import FinetuneStage, attach_adapter, merge
 from hybridize.convert.measure import Milestones
 from hybridize.convert.run_folder import RunFolder, read_json, write_json
@@ -42,7 +43,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-TRAINED = "trained.safetensors"
+TRAINED, ADAPTER = "trained.safetensors", "adapter"
+SAVE_EVERY_S = 60.0
+"""Seconds of training between checkpoints."""
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -60,19 +63,41 @@ def convert(
     `stop_after` names a step (`transfer`, `finetune` or its number) after which to stop; the student so far is in
     `out/model`. Raises ValueError (RecipeError) for what cannot be done, before any weights load where possible.
     """
+    return _convert(model, recipe, out, _corpus_tokens(recipe), choose_device(device), stop_after, progress)
+
+
+def choose_device(device: str | None) -> torch.device:
+    """`device`, or by default the GPU where there is one. Raises ValueError for a device this machine has not."""
+    name = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        raise ValueError(
+            f"device is {name!r}, which cannot be used here ({reason}); leave it out to take what there is"
+        ) from None
+
+
+def _convert(
+    model: str,
+    recipe: Recipe,
+    out: Path,
+    corpus: int | None,
+    device: torch.device,
+    stop_after: str | None,
+    progress: bool,
+) -> Path:
+    """`corpus` limits the training text in tokens; the control reads the same text as the student."""
     recipe.check_supported()
     last = _last_step(recipe, stop_after)
     source = resolve_model(model)
     config = load_base_config(source)
     resolve_spec(recipe.spec, config)
-    for note in notes(config):
-        log.warning("%s", note)
     run = RunFolder(out)
     with run.locked():
         tokenizer = load_tokenizer(source)
         check_tokenizer(tokenizer, config.vocab_size)
-        most = max((_tokens(step, recipe) or 0 for step in recipe.steps), default=0)
-        rows = build_rows(recipe.data, tokenizer, "train", most or None)
+        rows = build_rows(recipe.data, tokenizer, "train", corpus)
         trained_by = {key: value for key, value in recipe.to_dict().items() if key != "evaluation"}
         identity = {
             "model": {"name": model, "fingerprint": fingerprint(source)},
@@ -80,19 +105,25 @@ def convert(
             "data": {"rows": len(rows), "fingerprint": rows.fingerprint},
         }
         run.claim(identity)
-        (out / "recipe.yaml").write_text(recipe.to_yaml(), "utf-8")
-        target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        if target.type == "cuda":
-            torch.set_float32_matmul_precision("high")
-        teacher = load_teacher(source, dtype=DTYPES[recipe.precision], device=str(target))
-        conversion = _Conversion(run, recipe, tokenizer, rows, teacher, progress)
-        conversion.run(last)
-        if recipe.evaluation is not None and recipe.evaluation.control:
+        with atomic_write(out / "recipe.yaml", "w") as file:
+            file.write(recipe.to_yaml())
+        said = [*notes(config), *_epoch_notes(recipe, rows)]
+        for note in said:
+            log.warning("%s", note)
+        if (after := run.student_after()) is not None and after > last:
+            log.warning("stop_after: the run is past that step already; the student in %s stays", run.model)
+            last = after
+        conversion = _Conversion(run, recipe, tokenizer, rows, progress)
+        if not conversion.finished(last):
+            if device.type == "cuda":
+                torch.set_float32_matmul_precision("high")
+            conversion.run(load_teacher(source, dtype=DTYPES[recipe.precision], device=device), last)
+        if recipe.wants_control and last == len(recipe.steps) - 1:
             control = recipe.control()
             conversion.milestones.lend_teacher(out / "control")
-            convert(model, control, out / "control", device=device, stop_after=None, progress=progress)
+            _convert(model, control, out / "control", corpus, device, None, progress)
             conversion.milestones.adopt_control(out / "control")
-        conversion.milestones.write_results(recipe, identity)
+        conversion.milestones.write_results(recipe, identity, said)
     return out
 
 
@@ -105,19 +136,21 @@ class _Conversion:
         recipe: Recipe,
         tokenizer: PreTrainedTokenizerBase,
         rows: PackedRows,
-        teacher: PreTrainedModel,
         progress: bool,
     ) -> None:
         self.folder, self.recipe, self.tokenizer, self.rows = run, recipe, tokenizer, rows
-        self.teacher: PreTrainedModel | None = teacher
         self.progress = progress
         self.milestones = Milestones(run, recipe, tokenizer)
 
-    def run(self, last: int) -> None:
-        assert self.teacher is not None
-        self.milestones.measure("teacher", "teacher", self.teacher)
-        model = hybridize_model(self.teacher, self.recipe.spec)
-        self.teacher = None  # its modules are the student's now
+    def finished(self, last: int) -> bool:
+        """Whether the student after step `last` is saved and everything up to there is measured."""
+        measured = all(self.milestones.measured(_after(self.recipe, index)) for index in range(last + 1))
+        return self.folder.student_after() == last and self.milestones.measured("teacher") and measured
+
+    def run(self, teacher: PreTrainedModel, last: int) -> None:
+        """From the teacher (whose modules become the student's) to the saved student after step `last`."""
+        self.milestones.measure("teacher", "teacher", teacher)
+        model = hybridize_model(teacher, self.recipe.spec)
         if any(layer.has_linear for layer in model.spec.layers):
             self.milestones.measure("swapped", "stage", model)
         adapted: PeftModel | None = None
@@ -138,7 +171,7 @@ class _Conversion:
                 model, adapted = merge(adapted), None
             model.eval().requires_grad_(False)
             self.milestones.measure(_after(self.recipe, index), "stage", model)
-        self._save(model, adapted)
+        self._save(model, adapted, last)
 
     def _train(
         self, model: HybridForCausalLM, step: TrainingStep, index: int, folder: Path
@@ -166,8 +199,8 @@ class _Conversion:
         else:
             stage.finish()
         adapted = stage.adapted if isinstance(stage, FinetuneStage) else None
-        _store(folder, model, stage, adapted)
-        write_json(folder / "outcome.json", {**asdict(result), "device": _device_name(model.device)})
+        outcome = {**asdict(result), "device": _device_name(model.device)}
+        write_json(folder / "outcome.json", {**outcome, "files": _store(folder, model, stage, adapted)})
         return adapted
 
     def _batches(self, step: TrainingStep, start: int) -> Iterator[Batch]:
@@ -181,9 +214,12 @@ class _Conversion:
         count, micro = min(wanted, len(rows)), step.batch.micro_rows
         return [make_batch(rows, range(i, min(i + micro, count))) for i in range(0, count, micro)]
 
-    def _save(self, model: HybridForCausalLM, adapted: PeftModel | None) -> None:
-        """The student as it stands, as a folder that opens by itself."""
+    def _save(self, model: HybridForCausalLM, adapted: PeftModel | None, step: int) -> None:
+        """The student after `step`, as a folder that opens by itself, and its adapter where that is not merged."""
+        self.folder.student.unlink(missing_ok=True)
         needed = sum(p.numel() * p.element_size() for p in model.parameters())
+        if adapted is None and self.folder.adapter.is_dir():
+            shutil.rmtree(self.folder.adapter)  # an earlier step's: it is in the weights by now
         if adapted is not None:
             with atomic_folder(self.folder.adapter) as fresh, full_disk_explained(self.folder.adapter):
                 adapted.save_pretrained(str(fresh))
@@ -194,45 +230,57 @@ class _Conversion:
         ):
             model.save_pretrained(fresh)
             self.tokenizer.save_pretrained(fresh)
+        write_json(self.folder.student, {"after_step": step})
 
 
 def _store(
     folder: Path, model: HybridForCausalLM, stage: TransferStage | FinetuneStage, adapted: PeftModel | None
-) -> None:
-    """What the step trained, so that it can be re-applied without training."""
+) -> dict[str, str]:
+    """Write what the step trained, so that it can be re-applied without training; gives the files' checksums."""
+    files = []
     with full_disk_explained(folder):
         model.config.save_pretrained(folder)
         if adapted is not None:
-            with atomic_folder(folder / "adapter") as fresh:
+            with atomic_folder(folder / ADAPTER) as fresh:
                 adapted.save_pretrained(str(fresh))
+            files += sorted((folder / ADAPTER).iterdir())
+        trained = stage.parameters() if adapted is not None or isinstance(stage, TransferStage) else None
         tensors = {
             name: parameter.detach().contiguous().cpu()
-            for name, parameter in stage.parameters().items()
+            for name, parameter in (trained or dict(model.named_parameters())).items()
             if "lora_" not in name
         }
-        if isinstance(stage, FinetuneStage) and adapted is None:
-            tensors = {name: p.detach().contiguous().cpu() for name, p in model.named_parameters()}
         if tensors:
             save_file(tensors, folder / TRAINED)
-            write_json(folder / "trained.json", {"sha256": sha256_file(folder / TRAINED)})
+            files.append(folder / TRAINED)
+    return {file.relative_to(folder).as_posix(): sha256_file(file) for file in files}
 
 
 def _reapply(model: HybridForCausalLM, step: TrainingStep, folder: Path) -> PeftModel | None:
-    """Put a finished step's outcome into the model again. Raises ValueError for a damaged file."""
-    if (folder / TRAINED).is_file():
-        if sha256_file(folder / TRAINED) != read_json(folder / "trained.json")["sha256"]:
-            raise ValueError(f"{folder / TRAINED} is damaged; remove {folder} to train this step again")
-        tensors = load_file(folder / TRAINED)
+    """Put a finished step's outcome into the model again.
+
+    Raises ValueError for a file that is missing, damaged or does not fit.
+    """
+    path = folder / "outcome.json"
+    remedy = f"remove {path} and run the same command again: the step's last checkpoint gives it anew"
+    outcome = read_json(path)
+    files = outcome.get("files") if isinstance(outcome, dict) else None
+    if files is None:
+        raise ValueError(f"{path} names no files; {remedy}")
+    for name, checksum in files.items():
+        if not (folder / name).is_file() or sha256_file(folder / name) != checksum:
+            raise ValueError(f"{folder / name} is missing or damaged; {remedy}")
+    if TRAINED in files:
         if isinstance(step, FinetuneStep) and step.full:
             model.float()
-        missing = set(tensors) - set(dict(model.named_parameters()))
-        if missing:
-            raise ValueError(f"{folder / TRAINED} holds {min(missing)}, which the model has not")
+        parameters = dict(model.named_parameters())
+        tensors = load_file(folder / TRAINED)
+        if strange := set(tensors) - set(parameters):
+            raise ValueError(f"{folder / TRAINED} holds {min(strange)}, which the model has not; {remedy}")
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if name in tensors:
-                    parameter.copy_(tensors[name])
-    return attach_adapter(model, folder / "adapter") if (folder / "adapter").is_dir() else None
+            for name, tensor in tensors.items():
+                parameters[name].copy_(tensor)
+    return attach_adapter(model, folder / ADAPTER) if (folder / ADAPTER).is_dir() else None
 
 
 def _train_config(step: TrainingStep, recipe: Recipe, rows: PackedRows, index: int) -> TrainConfig:
@@ -257,24 +305,41 @@ def _train_config(step: TrainingStep, recipe: Recipe, rows: PackedRows, index: i
         clip=step.clip,
         eval_every=step.eval_every,
         keep_best=step.keep_best,
-        save_every_s=60.0,
+        save_every_s=SAVE_EVERY_S,
         seed=recipe.seed + index,
     )
 
 
-def _tokens(step: TrainingStep, recipe: Recipe) -> int | None:
-    return step.tokens if step.epochs is None else None
+def _corpus_tokens(recipe: Recipe) -> int | None:
+    """How much training text the steps need; None (all there is) where one counts in epochs."""
+    budgets = [step.tokens for step in recipe.steps]
+    if any(tokens is None for tokens in budgets):
+        return None
+    return max((tokens for tokens in budgets if tokens is not None), default=recipe.data.length)
+
+
+def _epoch_notes(recipe: Recipe, rows: PackedRows) -> list[str]:
+    """One sentence for every step whose budget is larger than the text."""
+    return [
+        f"steps[{index}].{step.kind}: {step.tokens:,} tokens are {rows.epochs(step.tokens):.3g} epochs "
+        f"of the {rows.tokens_available:,} tokens that {recipe.data.source} has"
+        for index, step in enumerate(recipe.steps)
+        if step.tokens is not None and step.tokens > max(rows.tokens_available, recipe.data.length)
+    ]
 
 
 def _last_step(recipe: Recipe, stop_after: str | None) -> int:
     if stop_after is None:
         return len(recipe.steps) - 1
     names = [step.kind for step in recipe.steps]
-    if stop_after in names:
+    if names.count(stop_after) == 1:
         return names.index(stop_after)
     if stop_after.isdigit() and int(stop_after) < len(names):
         return int(stop_after)
-    allowed = ", ".join(f"{index} or {name}" for index, name in enumerate(names))
+    allowed = ", ".join(
+        f"{index} or {name}" if names.count(name) == 1 else f"{index} ({name})"
+        for index, name in enumerate(names)
+    )
     raise ValueError(f"stop_after is {stop_after!r}; the recipe's steps are {allowed}")
 
 

@@ -5,14 +5,17 @@ run.json               identity (model, recipe, data), versions, commands
 steps/0-transfer/      the loop's checkpoints and logs; when finished: trained.safetensors or adapter/, config.json,
                        outcome.json (written last)
 model/                 the student as it stands, a folder that AutoModelForCausalLM opens
+adapter/               its LoRA adapter, where the recipe keeps that apart (merge: false)
+student.json           after which step the student in model/ stands
 evaluations.json       measurements of the teacher, the swap and every step
+results.json           what the report is made from (see hybridize.report.schema); report.html is made from it
+control/               the run of the control: the teacher with the same fine-tuning
 """
 
 from __future__ import annotations
 
 import json
 import platform
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
@@ -20,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from hybridize.atomic import atomic_write
+from hybridize.train.process import command_line
 
-IDENTITY = ("model", "recipe", "data")
+_REMEDY = "restore the file, or remove it and run the same command again to have it made anew"
 
 
 class RunFolder:
@@ -37,6 +41,15 @@ class RunFolder:
     @property
     def adapter(self) -> Path:
         return self.path / "adapter"
+
+    @property
+    def student(self) -> Path:
+        return self.path / "student.json"
+
+    def student_after(self) -> int | None:
+        """The step after which the student in `model` stands; None where no save was completed."""
+        record = read_json(self.student)
+        return record.get("after_step") if isinstance(record, dict) else None
 
     def step(self, index: int, kind: str) -> Path:
         return self.path / "steps" / f"{index}-{kind}"
@@ -64,23 +77,26 @@ class RunFolder:
 
         Raises ValueError naming the first field of the model, recipe or data that differs.
         """
-        record = read_json(self.path / "run.json")
+        path = self.path / "run.json"
+        record = read_json(path)
         if record is None:
-            write_json(
-                self.path / "run.json",
-                {"identity": identity, "versions": versions(), "commands": [" ".join(sys.argv)]},
-            )
+            write_json(path, {"identity": identity, "versions": versions(), "commands": [command_line()]})
             return
-        difference = first_difference(record["identity"], json.loads(json.dumps(identity)))
+        if not {"identity", "commands"} <= set(record):
+            raise ValueError(f"{path} is no record of a run; choose another folder")
+        now = json.loads(json.dumps(identity))
+        begun = record["identity"]
+        if begun["model"]["fingerprint"] == now["model"]["fingerprint"]:
+            now["model"] = begun["model"]  # the same weights by another path
+        difference = first_difference(begun, now)
         if difference is not None:
-            field, before, now = difference
+            field, before, after = difference
             raise ValueError(
-                f"{field} is {now!r}, but {self.path} was begun with {before!r}; restore it or choose another folder"
+                f"{field} is {after!r}, but {self.path} was begun with {before!r}; restore it or choose another folder"
             )
-        command = " ".join(sys.argv)
-        if record["commands"][-1] != command:
-            record["commands"].append(command)
-            write_json(self.path / "run.json", record)
+        if command_line() not in record["commands"][-1:]:
+            record["commands"].append(command_line())
+            write_json(path, record)
 
 
 def first_difference(before: Any, now: Any, path: str = "") -> tuple[str, Any, Any] | None:
@@ -101,13 +117,16 @@ def first_difference(before: Any, now: Any, path: str = "") -> tuple[str, Any, A
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file, None where there is none. Raises ValueError naming a broken one."""
+    """The mapping or list that a JSON file holds, None where there is none. Raises ValueError naming a broken one."""
     if not path.is_file():
         return None
     try:
-        return json.loads(path.read_text("utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON ({error}); remove the run folder and start again") from None
+        value = json.loads(path.read_text("utf-8"))
+    except ValueError as error:  # also text that is not UTF-8
+        raise ValueError(f"{path} is damaged: not JSON ({error}); {_REMEDY}") from None
+    if not isinstance(value, dict | list):
+        raise ValueError(f"{path} is damaged: it holds {value!r}; {_REMEDY}")
+    return value
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -39,6 +39,7 @@ class TransferStage:
         self.validation = list(validation)
         wanted = tuple(prefix for part in step.train for prefix in PARTS[part])
         model.requires_grad_(False)
+        self.layers = [index for index, layer in enumerate(model.spec.layers) if layer.has_linear]
         self._parameters: dict[str, nn.Parameter] = {}
         for name, parameter in model.named_parameters():
             if ".groups." in name and any(f".{prefix}" in name for prefix in wanted):
@@ -66,7 +67,7 @@ class TransferStage:
         for batch in self.validation:
             loss, nmse = self._run(batch, None)
             count = self.count(batch)
-            totals += count * torch.stack([loss, nmse.mean()]).cpu()
+            totals += count * torch.stack([loss, nmse[self.layers].mean()]).cpu()
             tokens += count
         mean = (totals / max(tokens, 1)).tolist()
         return {"loss": mean[0], "nmse": mean[1]}
@@ -74,15 +75,19 @@ class TransferStage:
     def layer_errors(self) -> list[float]:
         """Normalised MSE of every layer on the validation batches (0 in layers that keep softmax)."""
         with torch.no_grad():
-            vectors = [self._run(batch, None)[1].cpu() for batch in self.validation]
-        return torch.stack(vectors).mean(0).tolist()
+            sums = [self.count(batch) * self._run(batch, None)[1].cpu() for batch in self.validation]
+        tokens = sum(self.count(batch) for batch in self.validation)
+        return (torch.stack(sums).sum(0) / tokens).tolist()
 
     def _run(self, batch: Batch, scale: float | None) -> tuple[Tensor, Tensor]:
-        """Loss (mean over layers) and normalised MSE `[L]`; with `scale`, backward of `scale * loss` layer by layer."""
-        layers = self.model.config.num_hidden_layers
+        """Loss (mean over the layers with a linear branch) and normalised MSE `[L]`.
+
+        With `scale`, backward of `scale * loss`, layer by layer.
+        """
+        layers = len(self.layers)
         device = self.model.device
         total = torch.zeros((), device=device)
-        nmse_L = torch.zeros(layers, device=device)
+        nmse_L = torch.zeros(len(self.model.spec.layers), device=device)
 
         def intercept(mixer: TokenMixer, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> Tensor:
             teacher = mixer.teacher(q, k, v, sequences)

@@ -94,6 +94,17 @@ def bootstrap_interval(
     )
 
 
+def paired_difference(
+    nll_sums: Sequence[float], former_nll_sums: Sequence[float], tokens: Sequence[int]
+) -> tuple[float, tuple[float, float] | None]:
+    """Change of the mean nll (nats a token) between two models on the same rows, and its 95% bootstrap interval over rows.
+
+    Pairing removes the spread between rows, which is far larger than what a stage changes. Negative is better.
+    """
+    differences = [new - old for new, old in zip(nll_sums, former_nll_sums, strict=True)]
+    return math.fsum(differences) / sum(tokens), bootstrap_ratio_interval(differences, tokens)
+
+
 def _pairs(numerators: Sequence[float], denominators: Sequence[float]) -> tuple[torch.Tensor, torch.Tensor]:
     """Both as float64 vectors without the pairs of zero weight, which carry no information."""
     if len(numerators) != len(denominators):

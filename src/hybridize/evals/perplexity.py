@@ -62,7 +62,8 @@ class PerplexityResult:
     """`nll_sum` in nats over `tokens` predictions in `rows` rows, and how sure it is.
 
     `low` and `high` bound the perplexity: a 95% bootstrap interval over rows. `standard_error` is that of the mean nll,
-    also over rows. All three are None for a single row. `near_only` and `far_eligible` split the predictions at
+    also over rows. All three are None for a single row. `row_nll_sums` and `row_tokens` let two models be compared row by
+    row (`aggregate.paired_difference`). `near_only` and `far_eligible` split the predictions at
     `split_at`; `bits_per_byte` is there when the caller gave a byte count.
     """
 
@@ -73,6 +74,8 @@ class PerplexityResult:
     high: float | None
     standard_error: float | None
     by_position: tuple[PositionBucket, ...]
+    row_nll_sums: tuple[float, ...] = ()
+    row_tokens: tuple[int, ...] = ()
     near_only: PositionBucket | None = None
     far_eligible: PositionBucket | None = None
     bits_per_byte: float | None = None
@@ -157,6 +160,8 @@ def perplexity(
             for start, end in zip(edges, [*edges[1:], None], strict=True)
             if (bucket := _bucket(nll_P, tokens_P, start, end)).tokens
         ),
+        row_nll_sums=tuple(row_nll),
+        row_tokens=tuple(row_tokens),
         near_only=None if split_at is None else _bucket(nll_P, tokens_P, 0, split_at),
         far_eligible=None if split_at is None else _bucket(nll_P, tokens_P, split_at, None),
         bits_per_byte=None if byte_count is None else math.fsum(row_nll) / math.log(2) / byte_count,

@@ -54,6 +54,8 @@ def text_values(result: PerplexityResult) -> dict[str, Any]:
         "nll": result.nll,
         "tokens": result.tokens,
         "by_position": buckets,
+        "row_nll_sums": list(result.row_nll_sums),
+        "row_tokens": list(result.row_tokens),
     }
     if result.far_eligible is not None:
         values["far_share"] = result.far_share

@@ -359,6 +359,12 @@ class Recipe(Frozen):
         evaluation = self.evaluation.model_copy(update={"control": False}) if self.evaluation else None
         return self.model_copy(update={"spec": softmax, "steps": steps, "evaluation": evaluation})
 
+    @property
+    def wants_control(self) -> bool:
+        """Whether the teacher is to be given the same fine-tuning, and there is some."""
+        asked = self.evaluation is not None and self.evaluation.control
+        return asked and any(isinstance(step, FinetuneStep) for step in self.steps)
+
     def unsupported(self) -> list[str]:
         """What this recipe asks for that `convert` cannot do; `plan` works all the same."""
         problems = []
@@ -398,11 +404,18 @@ class Recipe(Frozen):
             fixed = isinstance(group.normalizer, SeparateNormalizer) and group.normalizer.mix == "fixed"
             if group.attention == "windowed_linear" and not fixed:
                 trainable.add("mix")
-        return [
-            f"steps[{index}].transfer.train: nothing to train; the spec has no {' and no '.join(step.train)}"
-            for index, step in enumerate(self.steps)
-            if isinstance(step, TransferStep) and not trainable & set(step.train)
-        ]
+        problems = []
+        for index, step in enumerate(self.steps):
+            if not isinstance(step, TransferStep):
+                continue
+            if not trainable & set(step.train):
+                without = f"the spec has no {' and no '.join(step.train)}"
+                problems.append(f"steps[{index}].transfer.train: nothing to train; {without}")
+            elif step.objective.against == "linear_only" and not (trainable - {"mix"}) & set(step.train):
+                problems.append(
+                    f"steps[{index}].transfer.train: nothing to train; objective.against: linear_only leaves mix out, add maps"
+                )
+        return problems
 
 
 def json_schema() -> dict[str, Any]:

@@ -36,6 +36,15 @@ class PerplexityEntry(Entry):
     tokens: int
 
 
+class ChangeEntry(Entry):
+    """Change of the mean nll in nats a token against the row before, on the same text row by row, with its 95% interval
+    (absent for a single row of text). Negative is better."""
+
+    nats: float
+    low: float | None = None
+    high: float | None = None
+
+
 class PositionEntry(Entry):
     """Perplexity of predictions at positions `start <= p < end` (`end` absent: open)."""
 
@@ -59,7 +68,7 @@ class Row(Entry):
 
     kind: `teacher`; `stage`, a state of the student in the order of the steps; or `control`, for example the teacher
         after the same fine-tuning, which shows what the text alone buys.
-    perplexity, by_position: by name of the text. passkey: by prompt length in tokens. state_bytes: what generation
+    perplexity, by_position, change: by name of the text; `change` compares a stage with the stage before it. passkey: by prompt length in tokens. state_bytes: what generation
     keeps for one sequence (keys, values, linear states), in bytes by context length in tokens.
     """
 
@@ -69,6 +78,7 @@ class Row(Entry):
     passkey: dict[int, PasskeyEntry] = Field(default_factory=dict)
     state_bytes: dict[int, int] = Field(default_factory=dict)
     by_position: dict[str, list[PositionEntry]] = Field(default_factory=dict)
+    change: dict[str, ChangeEntry] = Field(default_factory=dict)
 
 
 class LayerHistory(Entry):

@@ -100,7 +100,12 @@ def _gain(before: Row, after: Row, text: str, teacher: PerplexityEntry | None) -
     old, new = before.perplexity[text], after.perplexity[text]
     values = f"{format_number(old.perplexity)} to {format_number(new.perplexity)}"
     name = after.name[:1].upper() + after.name[1:]
-    if _overlap(old, new):
+    change = after.change.get(text)
+    if change is not None and change.low is not None and change.high is not None:
+        unsure = change.low <= 0 <= change.high
+    else:
+        unsure = _overlap(old, new)
+    if unsure:
         return f"{name}: {values}, within the error of the measurement."
     sentence = f"{name}: {values}"
     if new.perplexity > old.perplexity:
