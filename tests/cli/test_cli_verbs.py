@@ -70,7 +70,7 @@ def test_plan_prints_tables_and_json(cli, tmp_path):
     ).save_pretrained(tmp_path)
     code, out, _ = cli("plan", tmp_path, "-r", "demo")
     assert code == 0
-    for part in ("cache of one sequence", "131,072", "transfer", "finetune", "100", "student"):
+    for part in ("cache of one sequence", "131,072", "transfer", "finetune", "60", "student"):
         assert part in out
     code, out, _ = cli("plan", tmp_path, "-r", "demo", "--set", "transfer.tokens=1024", "--json", "-")
     plain = json.loads(out)

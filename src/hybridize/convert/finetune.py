@@ -39,12 +39,13 @@ class FinetuneStage:
         for name, parameter in model.named_parameters():
             if ".groups." in name:
                 parameter.requires_grad_(step.train_maps)
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.checkpointing = step.activation_checkpointing
         if self.checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        return self._parameters
 
     def count(self, batch: Batch) -> int:
         return losses.count_targets(batch.labels_BT)

@@ -109,9 +109,10 @@ class Milestones:
         """`results.json` in the schema of `hybridize.report.schema`."""
         if self.plan is None:
             return
-        stages = [entry for entry in self.entries if entry["kind"] == "stage"]
+        entries = [entry for entry in self.entries if entry.get("asked") == self.asked]
+        stages = [entry for entry in entries if entry["kind"] == "stage"]
         before = {new["name"]: old for old, new in pairwise(stages)}
-        rows = [_row(entry, before.get(entry["name"])) for entry in self.entries]
+        rows = [_row(entry, before.get(entry["name"])) for entry in entries]
         outcomes = {
             f"{index}-{step.kind}": read_json(self.run.step(index, step.kind) / "outcome.json")
             for index, step in enumerate(recipe.steps)

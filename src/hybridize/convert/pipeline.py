@@ -244,10 +244,9 @@ def _store(
             with atomic_folder(folder / ADAPTER) as fresh:
                 adapted.save_pretrained(str(fresh))
             files += sorted((folder / ADAPTER).iterdir())
-        trained = stage.parameters() if adapted is not None or isinstance(stage, TransferStage) else None
         tensors = {
             name: parameter.detach().contiguous().cpu()
-            for name, parameter in (trained or dict(model.named_parameters())).items()
+            for name, parameter in stage.parameters().items()
             if "lora_" not in name
         }
         if tensors:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
@@ -147,14 +147,21 @@ def _visible(t_NT: Tensor, keys: int) -> Tensor:
 
 
 def _fused(q_NTHD: Tensor, k_NSGD: Tensor, v_NSGV: Tensor, scale: float, **masking: Any) -> Tensor:
-    o = scaled_dot_product_attention(
-        q_NTHD.transpose(1, 2),
-        k_NSGD.transpose(1, 2),
-        v_NSGV.transpose(1, 2),
-        scale=scale,
-        enable_gqa=q_NTHD.shape[2] != k_NSGD.shape[2],
-        **masking,
-    )
+    """torch's fused attention. On CUDA K and V are expanded to all heads, since only some of its kernels group heads."""
+    grouped = q_NTHD.shape[2] != k_NSGD.shape[2]
+    if grouped and q_NTHD.is_cuda:
+        repeat = q_NTHD.shape[2] // k_NSGD.shape[2]
+        k_NSGD, v_NSGV = k_NSGD.repeat_interleave(repeat, 2), v_NSGV.repeat_interleave(repeat, 2)
+        grouped = False
+    with sdpa_kernel(KERNELS):
+        o = scaled_dot_product_attention(
+            q_NTHD.transpose(1, 2),
+            k_NSGD.transpose(1, 2),
+            v_NSGV.transpose(1, 2),
+            scale=scale,
+            enable_gqa=grouped,
+            **masking,
+        )
     return o.transpose(1, 2)
 
 

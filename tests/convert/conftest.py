@@ -1,0 +1,29 @@
+"""A teacher and texts in files, and a cache of these tests' own."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.convert import bench
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HYBRIDIZE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return bench.write_teacher(tmp_path_factory.mktemp("teacher"))
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return bench.write_text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="session")
+def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return bench.write_questions(tmp_path_factory.mktemp("questions"))
