@@ -22,6 +22,7 @@ from hybridize.models.configuration import HybridConfig
 from hybridize.models.modeling import HybridForCausalLM
 from hybridize.models.teacher import load_teacher, load_tokenizer, resolve_model
 from hybridize.recipe import Recipe, load_recipe
+from hybridize.spec import first_far_position
 
 TASKS = ("perplexity", "passkey")
 
@@ -168,14 +169,15 @@ def evaluate(
     hybrid = model if isinstance(model, HybridForCausalLM) else None
     if hybrid is None and mode != "hybrid":
         raise ValueError(f"mode is {mode!r}, but {run_or_model} is no hybrid: there is no branch to remove")
-    values: dict[str, Any] = {"model": str(run_or_model), "mode": mode, "removal": removal, "scope": scope}
+    dtype_name = str(next(model.parameters()).dtype).removeprefix("torch.")
+    values: dict[str, Any] = {"model": str(run_or_model), "dtype": dtype_name}
+    values |= {"mode": mode, "removal": removal, "scope": scope}
     with ExitStack() as stack:
         split_at = None
         if hybrid is not None:
             stack.enter_context(hybrid.override(mode, removal, scope))  # type: ignore[arg-type]
             values["effective_spec"] = hybrid.effective_spec["override"]
-            windows = [group.window for group in hybrid.spec.groups if group.attention == "windowed_linear"]
-            split_at = max((w.first_far_position for w in windows if w is not None), default=None)
+            split_at = first_far_position(hybrid.spec.groups)
         rows = samples or 100
         batches = {}
         for source in texts if "perplexity" in tasks else ():

@@ -8,6 +8,7 @@ in a checkpoint's `config.json` and is the only truth about the model.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from fractions import Fraction
 from typing import Annotated, Any, Literal
 
@@ -120,6 +121,12 @@ class GroupSpec(Frozen):
         if self.attention != "softmax" and self.feature_map is None:
             update["feature_map"] = FeatureMapSpec()
         return self.model_copy(update=update)
+
+
+def first_far_position(groups: Iterable[GroupSpec]) -> int | None:
+    """The first position at which some linear branch has a key that no window of it sees; None without linear branches."""
+    linear = [group for group in groups if group.attention != "softmax"]
+    return min((group.window.first_far_position if group.window else 0 for group in linear), default=None)
 
 
 class LayerSpec(Frozen):

@@ -167,6 +167,26 @@ def test_the_same_model_by_another_path_continues(teacher, text, tmp_path):
     hybridize.convert(os.path.relpath(teacher), chosen, tmp_path, device="cpu", progress=False)
 
 
+@pytest.mark.parametrize("model_type", ["phi3", "gemma2", "smollm3"])
+def test_other_families(model_type, text, tmp_path):
+    """Fused qkv; softcaps, windows and tied embeddings; layers without RoPE: through every step and back from disk."""
+    model = bench.write_teacher(tmp_path / "model", model_type, tied=model_type == "gemma2")
+    changes = {
+        "precision": "bf16",
+        "steps.0.transfer.objective": {"output_mse": 1000, "weight_ce": 1},
+        "steps.1.finetune.tokens": 512,
+        "steps.1.finetune.activation_checkpointing": True,
+    }
+    run = hybridize.convert(
+        str(model), bench.recipe(text, changes), tmp_path / "run", device="cpu", progress=False
+    )
+    layers = read(run / "steps" / "0-transfer" / "layers.json")
+    assert sum(layers["after"]) < sum(layers["before"])
+    with torch.no_grad():
+        logits = hybridize.load(run, device="cpu")[0](bench.batch(text).input_ids_BT).logits
+    assert logits.isfinite().all()
+
+
 def test_a_swap_alone(teacher, text, tmp_path):
     hybridize.convert(str(teacher), bench.recipe(text, {"steps": []}), tmp_path, device="cpu", progress=False)
     model, _ = hybridize.load(tmp_path, device="cpu")

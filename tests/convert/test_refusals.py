@@ -81,15 +81,20 @@ def test_another_model_and_other_data(run, teacher, text, whole, tmp_path):
     assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(run).items())
 
 
-def test_text_that_changed_under_its_name(teacher, text, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "field"), [("train-000", "data.fingerprint"), ("validation-000", "data.validation")]
+)
+def test_text_that_changed_under_its_name(teacher, text, tmp_path, name, field):
     copy = Path(shutil.copytree(text, tmp_path / "text"))
-    convert(teacher, copy, tmp_path / "run", stop_after="transfer")
-    first = next(iter(sorted(copy.glob("train-*.txt"))))
-    kept = first.read_text()
-    first.write_text(kept + " baba")
-    assert refusal(lambda: convert(teacher, copy, tmp_path / "run")).startswith("data.")
-    first.write_text(kept)
-    convert(teacher, copy, tmp_path / "run")
+    step = {"transfer": {"epochs": 1, "batch": {"rows": 64}, "validation_rows": 100}}
+    steps = {"steps": [step, FINETUNE]}
+    convert(teacher, copy, tmp_path / "run", steps, stop_after="transfer")
+    file = copy / f"{name}.txt"
+    kept = file.read_text()
+    file.write_text("baba " + kept.split(" ", 1)[1])
+    assert refusal(lambda: convert(teacher, copy, tmp_path / "run", steps)).startswith(f"{field} is ")
+    file.write_text(kept)
+    convert(teacher, copy, tmp_path / "run", steps)
 
 
 def test_weights_that_changed_under_their_name(teacher, text, tmp_path):
@@ -191,6 +196,21 @@ def test_what_a_later_version_will_do(teacher, tmp_path, text):
     assert hybridize.plan(str(tmp_path / "config"), shipped).unsupported
 
 
+def test_a_folder_that_is_no_run_is_left_alone(teacher, text, tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "precious").write_text("kept")
+    said = refusal(lambda: convert(teacher, text, tmp_path))
+    assert said.startswith(f"{tmp_path} holds model but no run.json")
+    assert (tmp_path / "model" / "precious").read_text() == "kept"
+    file = tmp_path / "model" / "precious"
+    assert refusal(lambda: convert(teacher, text, file)) == f"out is '{file}', a file; name a folder"
+
+
+def test_a_hybrid_is_no_teacher(whole, text, tmp_path):
+    assert "is a hybrid already" in refusal(lambda: convert(whole / "model", text, tmp_path / "run"))
+    assert "has no config.json" in refusal(lambda: convert(whole, text, tmp_path / "run"))
+
+
 @pytest.mark.parametrize("device", ["cuad", "cuda:99"])
 def test_a_device_that_is_not_there(teacher, text, tmp_path, device):
     assert refusal(lambda: convert(teacher, text, tmp_path, device=device)).startswith(
@@ -262,8 +282,9 @@ def test_a_damaged_student_is_named_and_written_again(whole, teacher, text, tmp_
 
 
 def test_a_loss_that_is_not_finite(teacher, text, tmp_path):
-    steps = [{"transfer": TRANSFER["transfer"] | {"tokens": 8 * 128, "lr": 1e30}}]
-    said = refusal(lambda: convert(teacher, text, tmp_path, {"steps": steps}), NonFiniteError)
+    steps = [{"transfer": TRANSFER["transfer"] | {"tokens": 8 * 128, "lr": 1e30, "eval_every": 100}}]
+    spec = {"all": bench.WINDOWED | {"feature_map": {"kind": "t2r"}}}
+    said = refusal(lambda: convert(teacher, text, tmp_path, {"steps": steps, "spec": spec}), NonFiniteError)
     assert said.startswith("transfer, step ") and "layers.0." in said
     steps = [TRANSFER, {"finetune": FINETUNE["finetune"] | {"tokens": 8 * 128, "lr": 1e30}}]
     said = refusal(lambda: convert(teacher, text, tmp_path / "b", {"steps": steps}), NonFiniteError)
@@ -278,9 +299,9 @@ def limited(arguments: list[str], log: Path, limit: int) -> tuple[int, str]:
     return process.exitcode, worker.text_of(log)
 
 
-@pytest.mark.parametrize("limit", [9_000, 40_000])
+@pytest.mark.parametrize("limit", [9_000, 40_000, 120_000])
 def test_a_full_disk_while_saving(teacher, text, whole, tmp_path, limit):
-    """The small limit stops a checkpoint or the outcome of a step, the larger one the student in model/."""
+    """The limits stop a checkpoint of transfer, one of finetune, and the student in model/."""
     recipe, run, log = tmp_path / "mine.yaml", tmp_path / "run", tmp_path / "log"
     recipe.write_text(yaml.safe_dump(bench.plain(text, SHORT)))
     arguments = ["convert", str(teacher), "-r", str(recipe), "-o", str(run), "--device", "cpu"]

@@ -53,7 +53,7 @@ def snapshot(model: HybridForCausalLM) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def batch(text: Path) -> Batch:
-    return bench.batch(text, rows=2)
+    return bench.batch(text, rows=1, length=96)
 
 
 @pytest.mark.parametrize("against", ["hybrid", "linear_only"])
@@ -66,7 +66,7 @@ def test_every_objective_lowers_its_loss_and_trains_what_it_names_alone(spec, ob
     names = set(stage.parameters())
     assert names == {name for name in before if ".groups." in name}
     optimizer = torch.optim.AdamW(stage.parameters().values(), lr=1e-2, weight_decay=0.0)
-    for _ in range(4):
+    for _ in range(3):
         result = stage.step(batch, 1 / stage.count(batch))
         first = result.loss if first is None else first
         optimizer.step()
@@ -86,7 +86,8 @@ def test_train_names_the_parts(train, parts, batch):
     assert with_gradient == set(stage.parameters())
 
 
-def test_layers_pass_the_teachers_output_on(batch):
+def test_layers_pass_the_teachers_output_on(text):
+    batch = bench.batch(text, rows=4)
     teacher = tiny_model("llama")
     model = student(SPECS["hedgehog"])
     seen: list[Tensor] = []
@@ -101,9 +102,7 @@ def test_layers_pass_the_teachers_output_on(batch):
         batch.input_ids_BT.numel(),
     ]
     with torch.no_grad():
-        documents = batch.input_ids_BT.flatten().split(
-            [b - a for a, b in pairwise(bounds)]
-        )
+        documents = batch.input_ids_BT.flatten().split([b - a for a, b in pairwise(bounds)])
         assert len(documents) > 2
         for document in documents:
             teacher(document[None])

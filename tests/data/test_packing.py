@@ -208,3 +208,24 @@ def test_tokenizer_must_fit_the_model(tokenizer):
 def test_spec_refuses(bad):
     with pytest.raises(ValueError):
         DataSpec(**bad)
+
+
+def test_joined_rows_are_one_text_each(source, tokenizer):
+    isolated = build_rows(spec_of(source), tokenizer, "train")
+    joined = build_rows(spec_of(source, documents="joined"), tokenizer, "train")
+    assert joined.fingerprint != isolated.fingerprint
+    for index in range(len(joined)):
+        row = joined.row(index)
+        assert row.starts.tolist() == [0]
+        assert (row.labels[1:] == row.input_ids[1:]).all() and row.labels[0] == -100
+        assert (row.input_ids == isolated.row(index).input_ids).all()
+
+
+def test_share_of_tokens_from_a_position_on(source, tokenizer):
+    rows = build_rows(spec_of(source), tokenizer, "train")
+    starts = [rows.row(index).starts for index in range(len(rows))]
+    positions = np.concatenate([np.arange(32) - np.repeat(s, np.diff([*s, 32])) for s in starts])
+    for position in (0, 1, 7, 31, 32):
+        assert rows.share_from(position) == pytest.approx((positions >= position).mean())
+    joined = build_rows(spec_of(source, documents="joined"), tokenizer, "train")
+    assert joined.share_from(8) == pytest.approx(24 / 32)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -51,6 +52,16 @@ RunArgument = Annotated[
         metavar="RUN_OR_MODEL", help="A run folder, or a teacher: hub id, folder, GGUF file or alias."
     ),
 ]
+
+
+@contextmanager
+def continued() -> Iterator[None]:
+    """Say on Ctrl-C that nothing is lost."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo("interrupted: the same command continues from what is saved", err=True)
+        raise
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], text: int = 1) -> None:

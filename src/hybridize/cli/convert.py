@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from hybridize.cli.common import DeviceOption, RecipeOption, SetOption
+from hybridize.cli.common import DeviceOption, RecipeOption, SetOption, continued
 
 
 def convert(
@@ -32,8 +32,9 @@ def convert(
     """Make a hybrid of MODEL. Kill it at any moment: the same command continues from the last checkpoint."""
     import hybridize
 
-    hybridize.convert(
-        model, recipe, out, data=data, overrides=set_ or [], device=device, stop_after=stop_after
-    )
+    with continued():
+        hybridize.convert(
+            model, recipe, out, data=data, overrides=set_ or [], device=device, stop_after=stop_after
+        )
     typer.echo(f"finished: {out}")
     typer.echo(f'next: hybridize eval {out}    hybridize generate {out} "The moon is"')

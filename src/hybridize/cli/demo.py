@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from hybridize.cli.common import continued
+
 
 def demo(
     out: Annotated[
@@ -22,4 +24,5 @@ def demo(
     """
     import hybridize
 
-    hybridize.demo(out, quick=quick)
+    with continued():
+        hybridize.demo(out, quick=quick)

@@ -62,10 +62,11 @@ def evaluate(
         dtype=dtype.value if dtype else None,
     )
     plain = result.to_dict()
+    title = f"{run}, {mode.value}" + (f" ({removal.value})" if mode is not Mode.hybrid else "")
     if json_file is not None:
         write_json(plain, json_file)
     if str(json_file) != "-":
-        print_result(plain, title=f"{run}, {mode.value}")
+        print_result(plain, title=title)
 
 
 def parse_lengths(text: str) -> list[int]:

@@ -50,15 +50,13 @@ class Milestones:
         """Measure `model` under `name`, unless that has been done."""
         if self.plan is None or self.measured(name):
             return
-        windows = [group.window for group in self.recipe.groups if group.attention == "windowed_linear"]
-        first_far = max((window.first_far_position for window in windows if window is not None), default=None)
         suite = run_suite(
             model,
             self.tokenizer,
             self._held_out(),
             passkey_lengths=self.plan.passkey,
             samples=self.plan.samples,
-            split_at=first_far,
+            split_at=self.recipe.first_far_position,
         )
         shapes = get_family(_base_config(model)).shapes(_base_config(model))
         spec = model.spec if isinstance(model, HybridForCausalLM) else softmax_spec(shapes)

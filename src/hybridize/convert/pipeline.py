@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,12 +19,14 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybridize.atomic import atomic_folder, atomic_write, full_disk_explained, sha256_file
+from hybridize.convert.calibrate import calibrate_mass
 from hybridize.convert.finetune import FinetuneStage, attach_adapter, merge
 from hybridize.convert.measure import Milestones
 from hybridize.convert.run_folder import RunFolder, read_json, write_json
 from hybridize.convert.transfer import TransferStage
 from hybridize.data import PackedRows, build_rows, check_tokenizer
 from hybridize.data.batching import Batch, batches, make_batch
+from hybridize.models.configuration import HybridConfig
 from hybridize.models.families import notes
 from hybridize.models.modeling import HybridForCausalLM
 from hybridize.models.surgery import hybridize_model, resolve_spec
@@ -42,6 +45,8 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 log = logging.getLogger(__name__)
+
+CALIBRATION_ROWS = 4
 
 TRAINED, ADAPTER = "trained.safetensors", "adapter"
 SAVE_EVERY_S = 60.0
@@ -92,31 +97,36 @@ def _convert(
     last = _last_step(recipe, stop_after)
     source = resolve_model(model)
     config = load_base_config(source)
+    if config.model_type == HybridConfig.model_type:
+        raise ValueError(f"MODEL {model!r} is a hybrid already; give the pretrained model it was made from")
     resolve_spec(recipe.spec, config)
     run = RunFolder(out)
     with run.locked():
         tokenizer = load_tokenizer(source)
         check_tokenizer(tokenizer, config.vocab_size)
         rows = build_rows(recipe.data, tokenizer, "train", corpus)
+        held_out = _held_out(recipe, tokenizer)
         trained_by = {key: value for key, value in recipe.to_dict().items() if key != "evaluation"}
         identity = {
             "model": {"name": model, "fingerprint": fingerprint(source)},
             "recipe": trained_by,
-            "data": {"rows": len(rows), "fingerprint": rows.fingerprint},
+            "data": {
+                "rows": len(rows),
+                "fingerprint": rows.fingerprint,
+                "validation": held_out.fingerprint if held_out is not None else None,
+            },
         }
         run.claim(identity)
         with atomic_write(out / "recipe.yaml", "w") as file:
             file.write(recipe.to_yaml())
-        said = [*notes(config), *_epoch_notes(recipe, rows)]
+        said = [*notes(config), *_epoch_notes(recipe, rows), *_far_notes(recipe, rows)]
         for note in said:
             log.warning("%s", note)
         if (after := run.student_after()) is not None and after > last:
             log.warning("stop_after: the run is past that step already; the student in %s stays", run.model)
             last = after
-        conversion = _Conversion(run, recipe, tokenizer, rows, progress)
+        conversion = _Conversion(run, recipe, tokenizer, rows, held_out, progress)
         if not conversion.finished(last):
-            if device.type == "cuda":
-                torch.set_float32_matmul_precision("high")
             conversion.run(load_teacher(source, dtype=DTYPES[recipe.precision], device=device), last)
         if recipe.wants_control and last == len(recipe.steps) - 1:
             control = recipe.control()
@@ -136,9 +146,11 @@ class _Conversion:
         recipe: Recipe,
         tokenizer: PreTrainedTokenizerBase,
         rows: PackedRows,
+        held_out: PackedRows | None,
         progress: bool,
     ) -> None:
-        self.folder, self.recipe, self.tokenizer, self.rows = run, recipe, tokenizer, rows
+        self.folder, self.recipe, self.tokenizer = run, recipe, tokenizer
+        self.rows, self.held_out = rows, held_out
         self.progress = progress
         self.milestones = Milestones(run, recipe, tokenizer)
 
@@ -151,6 +163,7 @@ class _Conversion:
         """From the teacher (whose modules become the student's) to the saved student after step `last`."""
         self.milestones.measure("teacher", "teacher", teacher)
         model = hybridize_model(teacher, self.recipe.spec)
+        calibrate_mass(model, make_batch(self.rows, range(min(CALIBRATION_ROWS, len(self.rows)))))
         if any(layer.has_linear for layer in model.spec.layers):
             self.milestones.measure("swapped", "stage", model)
         adapted: PeftModel | None = None
@@ -176,7 +189,7 @@ class _Conversion:
     def _train(
         self, model: HybridForCausalLM, step: TrainingStep, index: int, folder: Path
     ) -> PeftModel | None:
-        seed_all(self.recipe.seed + index)
+        seed_all(_seed(self.recipe, index))
         validation = self._validation(step)
         if isinstance(step, TransferStep):
             stage: TransferStage | FinetuneStage = TransferStage(model, step, validation)
@@ -185,13 +198,14 @@ class _Conversion:
             stage = FinetuneStage(model, step, validation, autocast=self.recipe.precision == "bf16")
         if isinstance(stage, TransferStage) and read_json(folder / "layers.json") is None:
             write_json(folder / "layers.json", {"before": stage.layer_errors()})
-        result = train(
-            stage,
-            lambda start: self._batches(step, start),
-            _train_config(step, self.recipe, self.rows, index),
-            folder,
-            progress=self.progress,
-        )
+        with _tensor_float32(self.recipe.precision == "bf16"):
+            result = train(
+                stage,
+                lambda start: self._batches(step, start),
+                _train_config(step, self.recipe, self.rows, index),
+                folder,
+                progress=self.progress,
+            )
         if isinstance(stage, TransferStage):
             write_json(
                 folder / "layers.json", {**read_json(folder / "layers.json"), "after": stage.layer_errors()}
@@ -209,10 +223,9 @@ class _Conversion:
         return batches(self.rows, micro, seed=self.recipe.seed, start_step=first)
 
     def _validation(self, step: TrainingStep) -> list[Batch]:
-        wanted = step.validation_rows
-        rows = build_rows(self.recipe.data, self.tokenizer, "validation", wanted * self.recipe.data.length)
-        count, micro = min(wanted, len(rows)), step.batch.micro_rows
-        return [make_batch(rows, range(i, min(i + micro, count))) for i in range(0, count, micro)]
+        assert self.held_out is not None
+        count, micro = min(step.validation_rows, len(self.held_out)), step.batch.micro_rows
+        return [make_batch(self.held_out, range(i, min(i + micro, count))) for i in range(0, count, micro)]
 
     def _save(self, model: HybridForCausalLM, adapted: PeftModel | None, step: int) -> None:
         """The student after `step`, as a folder that opens by itself, and its adapter where that is not merged."""
@@ -305,7 +318,7 @@ def _train_config(step: TrainingStep, recipe: Recipe, rows: PackedRows, index: i
         eval_every=step.eval_every,
         keep_best=step.keep_best,
         save_every_s=SAVE_EVERY_S,
-        seed=recipe.seed + index,
+        seed=_seed(recipe, index),
     )
 
 
@@ -317,6 +330,14 @@ def _corpus_tokens(recipe: Recipe) -> int | None:
     return max((tokens for tokens in budgets if tokens is not None), default=recipe.data.length)
 
 
+def _held_out(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PackedRows | None:
+    """The validation text of the steps, which decides their schedules and best checkpoints; None where none trains."""
+    if not recipe.steps:
+        return None
+    most = max(step.validation_rows for step in recipe.steps)
+    return build_rows(recipe.data, tokenizer, "validation", most * recipe.data.length)
+
+
 def _epoch_notes(recipe: Recipe, rows: PackedRows) -> list[str]:
     """One sentence for every step whose budget is larger than the text."""
     return [
@@ -325,6 +346,40 @@ def _epoch_notes(recipe: Recipe, rows: PackedRows) -> list[str]:
         for index, step in enumerate(recipe.steps)
         if step.tokens is not None and step.tokens > max(rows.tokens_available, recipe.data.length)
     ]
+
+
+def _far_notes(recipe: Recipe, rows: PackedRows) -> list[str]:
+    """How much of the text has a far key. Raises ValueError where none has: the linear branch would never train."""
+    first = recipe.first_far_position
+    if not recipe.steps or not first:
+        return []
+    share = rows.share_from(first)
+    if share == 0:
+        raise ValueError(
+            f"data.source {recipe.data.source!r}: no document has a token at position {first} or later, where the linear branch"
+            " first has a key; give longer documents, or data.documents: joined"
+        )
+    return [
+        f"{share:.0%} of the training tokens stand at position {first} or later, where the linear branch has keys"
+    ]
+
+
+def _seed(recipe: Recipe, index: int) -> int:
+    """The same for the n-th step of a kind, whatever stands between: a control draws what its student drew."""
+    kind = recipe.steps[index].kind
+    earlier = sum(step.kind == kind for step in recipe.steps[:index])
+    return recipe.seed + 2 * earlier + (kind == "finetune")
+
+
+@contextmanager
+def _tensor_float32(enabled: bool) -> Iterator[None]:
+    """Matrix products of float32 tensors in TF32 on CUDA, while training in bf16 only; measurements stay in float32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if enabled else before)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _last_step(recipe: Recipe, stop_after: str | None) -> int:

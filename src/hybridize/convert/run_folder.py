@@ -25,6 +25,7 @@ from typing import Any
 from hybridize.atomic import atomic_write
 from hybridize.train.process import command_line
 
+_OWN = ("model", "adapter", "steps", "recipe.yaml", "results.json")
 _REMEDY = "restore the file, or remove it and run the same command again to have it made anew"
 
 
@@ -59,6 +60,8 @@ class RunFolder:
         """One conversion at a time in a folder. Raises ValueError where another process works in it."""
         from filelock import FileLock, Timeout
 
+        if self.path.exists() and not self.path.is_dir():
+            raise ValueError(f"out is {str(self.path)!r}, a file; name a folder")
         self.path.mkdir(parents=True, exist_ok=True)
         lock = FileLock(self.path / ".lock")
         try:
@@ -75,11 +78,17 @@ class RunFolder:
     def claim(self, identity: dict[str, Any]) -> None:
         """Make the folder this run's own, or check that it is.
 
-        Raises ValueError naming the first field of the model, recipe or data that differs.
+        Raises ValueError naming the first field of the model, recipe or data that differs, or for a folder that holds
+        something else under the names of a run.
         """
         path = self.path / "run.json"
         record = read_json(path)
         if record is None:
+            foreign = [name for name in _OWN if (self.path / name).exists()]
+            if foreign:
+                raise ValueError(
+                    f"{self.path} holds {foreign[0]} but no run.json, so it is no run; choose another folder or remove that"
+                )
             write_json(path, {"identity": identity, "versions": versions(), "commands": [command_line()]})
             return
         if not {"identity", "commands"} <= set(record):

@@ -15,7 +15,7 @@ import random
 import re
 from array import array
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -85,6 +85,12 @@ class PackedRows:
         """How often a budget of `tokens` reads all rows."""
         return tokens / self.tokens_available
 
+    def share_from(self, position: int) -> float:
+        """The share of tokens that stand at `position` or later in their document (or their piece of it in a row)."""
+        begins = np.union1d(self.starts, np.arange(len(self) + 1) * self.length)
+        lengths = np.diff(begins[begins <= self.tokens_available])
+        return float(np.maximum(lengths - position, 0).sum() / max(self.tokens_available, 1))
+
     def row(self, index: int) -> Row:
         """Row `index` in [0, N); the first token of every document or piece is no target.
 
@@ -135,13 +141,18 @@ def build_rows(
     folder = cache_root() / "rows" / key[:32]
     rows = _open_rows(folder)
     if rows is not None:
-        return rows
+        return _joined(rows, spec)
     cap = None if tokens is None else math.ceil(tokens / spec.length) * spec.length
     with atomic_folder(folder) as fresh:
         _write_rows(fresh, spec, split, cap, _encoded(documents, tokenizer, spec), progress)
     rows = _open_rows(folder)
     assert rows is not None, "rows that were just written can be read"
-    return rows
+    return _joined(rows, spec)
+
+
+def _joined(rows: PackedRows, spec: DataSpec) -> PackedRows:
+    """The rows as one text each, where the spec asks for it."""
+    return replace(rows, starts=rows.starts[:0]) if spec.documents == "joined" else rows
 
 
 def _open(spec: DataSpec, split: Split, progress: Progress | None) -> tuple[Iterable[Document], str]:

@@ -21,6 +21,10 @@ class DataSpec(BaseModel):
     length: int = Field(1024, ge=2, description="tokens a row")
     name: str | None = Field(None, description="configuration of a hub dataset")
     split: str | None = Field(None, description="take everything from this split of a hub dataset")
+    documents: Literal["isolated", "joined"] = Field(
+        "isolated",
+        description="isolated: documents of a row do not see each other; joined: a row is one text (LoLCATs)",
+    )
     fields: dict[Role, str] | None = Field(
         None,
         description="which field holds the text, the prompt (and its input) and response, or the messages",

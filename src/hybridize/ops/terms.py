@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hybridize.ops.grid import Grid
 from hybridize.ops.ring import RingState, sink_keys
-from hybridize.ops.types import compute_dtype
+from hybridize.ops.types import capped, compute_dtype
 from hybridize.windows import Window
 
 
@@ -53,8 +53,7 @@ def near_terms(
         v_MGKV = torch.cat([v_MGKV, sink_v[grid.row_M].transpose(1, 2).to(dtype)], dim=2)
     q_MGXD = (grid.lay_queries(q_PHD).to(dtype) * scale).unflatten(1, (k_PGD.shape[1], -1)).flatten(2, 3)
     score_MGXK = q_MGXD @ k_MGKD.transpose(-1, -2)
-    if softcap is not None:
-        score_MGXK = softcap * torch.tanh(score_MGXK / softcap)
+    score_MGXK = capped(score_MGXK, softcap)
     hidden = grid.sequences.once(("hidden", grid.chunk, window), lambda: ~grid.near_MCK[:, None, None])
     score = score_MGXK.unflatten(2, (-1, grid.chunk)).masked_fill(hidden, -torch.inf)
     c = score.amax(-1, keepdim=True)

@@ -90,6 +90,11 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def capped(score: Tensor, softcap: float | None) -> Tensor:
+    """c tanh(score / c), Gemma 2's bound of attention scores; the score itself without a cap."""
+    return score if softcap is None else softcap * torch.tanh(score / softcap)
+
+
 def guarded(denominator: Tensor) -> Tensor:
     """The denominator with |.| at least `EPSILON`, its sign kept; zero becomes `+EPSILON`."""
     small = denominator.abs() < EPSILON

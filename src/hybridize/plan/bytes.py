@@ -67,7 +67,7 @@ def _keys_kept(group: GroupSpec, shape: AttentionShape, length: int) -> int:
     if group.attention == "linear":
         return 0
     if group.window is not None:
-        return min(length, group.window.ring + group.window.sinks)
+        return group.window.ring + group.window.sinks  # allocated whole at once
     return min(length, shape.window or length)
 
 

@@ -28,7 +28,7 @@ from pydantic import (
 
 from hybridize.data.spec import DataSpec
 from hybridize.problems import describe
-from hybridize.spec import Frozen, GroupSpec, HybridSpec, SeparateNormalizer
+from hybridize.spec import Frozen, GroupSpec, HybridSpec, SeparateNormalizer, first_far_position
 
 _COUNT_UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
@@ -328,6 +328,11 @@ class Recipe(Frozen):
         """Every head group that the spec names, with its attention's defaults written out."""
         layers = [self.spec.all, *self.spec.layers.values()]
         return [group.completed() for layer in layers for group in layer.groups]
+
+    @property
+    def first_far_position(self) -> int | None:
+        """See `hybridize.spec.first_far_position`."""
+        return first_far_position(self.groups)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, every default written out; `Recipe.from_dict` takes it back."""

@@ -21,7 +21,7 @@ from hybridize.ops.ring import RingState, advance_ring
 from hybridize.ops.sequences import Sequences
 from hybridize.ops.softmax.state import KVState, append
 from hybridize.ops.terms import near_terms
-from hybridize.ops.types import EPSILON, Result, compute_dtype, guarded
+from hybridize.ops.types import EPSILON, Result, capped, compute_dtype, guarded
 from hybridize.windows import Window
 
 TILE = 256
@@ -196,8 +196,7 @@ def _tile(
     groups, keys = v_NGSV.shape[1], v_NGSV.shape[2]
     q_NGRTD = (q_NTHD.to(v_NGSV.dtype) * scale).transpose(1, 2).unflatten(1, (groups, -1))
     score = q_NGRTD @ k_NG1DS
-    if softcap is not None:
-        score = softcap * torch.tanh(score / softcap)
+    score = capped(score, softcap)
     score = score.masked_fill(~_visible(t_NT, keys)[:, None, None], -torch.inf)
     lse = score.logsumexp(-1, keepdim=True)
     weight = torch.exp(score - lse.masked_fill(lse == -torch.inf, 0))

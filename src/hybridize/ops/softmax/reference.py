@@ -11,7 +11,7 @@ from torch import Tensor
 from hybridize.ops.ring import RingState, advance_ring, empty_ring
 from hybridize.ops.sequences import Sequences
 from hybridize.ops.softmax.state import KVState, append
-from hybridize.ops.types import Result, State, compute_dtype
+from hybridize.ops.types import Result, State, capped, compute_dtype
 from hybridize.windows import Window
 
 
@@ -69,8 +69,7 @@ def _weights(
     dtype = compute_dtype(q_THD)
     k_HSD = k_SGD.to(dtype).transpose(0, 1).repeat_interleave(q_THD.shape[1] // k_SGD.shape[1], 0)
     score = scale * (q_THD.to(dtype).transpose(0, 1) @ k_HSD.transpose(-1, -2))
-    if softcap is not None:
-        score = softcap * torch.tanh(score / softcap)
+    score = capped(score, softcap)
     score = score.masked_fill(~near_TS, -torch.inf)
     lse = score.logsumexp(-1)
     return torch.where(

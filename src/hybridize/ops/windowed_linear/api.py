@@ -12,6 +12,7 @@ from hybridize.ops.linear.api import check_maps
 from hybridize.ops.sequences import Sequences
 from hybridize.ops.types import HYBRID, Ablation, Impl, Result, check_qkv, outside_autocast, resolve_impl
 from hybridize.ops.windowed_linear import chunked, reference
+from hybridize.ops.windowed_linear.definition import Definition
 from hybridize.ops.windowed_linear.mix import Mix, SeparateMix, SharedMix
 from hybridize.ops.windowed_linear.state import WindowedLinearState
 from hybridize.windows import Window
@@ -52,24 +53,9 @@ def forward(
     if sequences is None:
         starts = state.lengths_N.tolist() if state is not None else None
         sequences = Sequences.dense(q_BTHD.shape[0], q_BTHD.shape[1], starts, q_BTHD.device)
-    scale = q_BTHD.shape[-1] ** -0.5 if scale is None else scale
+    definition = _define(q_BTHD, map_q, map_k, window, mix, scale, softcap, ablation)
     module = IMPLEMENTATIONS[resolve_impl(impl, tuple(IMPLEMENTATIONS))]
-    return module.forward(
-        q_BTHD,
-        k_BTGD,
-        v_BTGV,
-        map_q,
-        map_k,
-        window,
-        mix,
-        scale,
-        softcap,
-        ablation,
-        sequences,
-        state,
-        return_state,
-        return_aux,
-    )
+    return module.forward(q_BTHD, k_BTGD, v_BTGV, definition, sequences, state, return_state, return_aux)
 
 
 @outside_autocast
@@ -89,11 +75,9 @@ def step(
     starts: tuple[int, ...] | None = None,
 ) -> Result:
     """One token a row. `starts` are the state's lengths as integers, where the caller has them (saves a device sync)."""
-    scale = q_B1HD.shape[-1] ** -0.5 if scale is None else scale
     starts = tuple(state.lengths_N.tolist()) if starts is None else starts
-    return chunked.step(
-        q_B1HD, k_B1GD, v_B1GV, map_q, map_k, window, mix, scale, softcap, ablation, starts, state
-    )
+    definition = _define(q_B1HD, map_q, map_k, window, mix, scale, softcap, ablation)
+    return chunked.step(q_B1HD, k_B1GD, v_B1GV, definition, starts, state)
 
 
 @outside_autocast
@@ -110,8 +94,22 @@ def coefficients(
     rows: slice = slice(None),
 ) -> Tensor:
     """Weights `A_BHQS` of v for the queries in `rows` of dense rows; differentiable, memory Q x S."""
+    definition = _define(q_BTHD, map_q, map_k, window, mix, scale, softcap, HYBRID)
+    return reference.coefficients(q_BTHD, k_BTGD, definition, rows)
+
+
+def _define(
+    q_BTHD: Tensor,
+    map_q: FeatureMap,
+    map_k: FeatureMap,
+    window: Window,
+    mix: Mix,
+    scale: float | None,
+    softcap: float | None,
+    ablation: Ablation,
+) -> Definition:
     scale = q_BTHD.shape[-1] ** -0.5 if scale is None else scale
-    return reference.coefficients(q_BTHD, k_BTGD, map_q, map_k, window, mix, scale, softcap, rows)
+    return Definition(map_q, map_k, window, mix, scale, softcap, ablation)
 
 
 def check_mix(mix: Mix, map_q: FeatureMap, heads: int) -> None:

@@ -15,8 +15,9 @@ from hybridize.ops.linear.state import LinearState, empty_linear
 from hybridize.ops.ring import RingState, advance_ring
 from hybridize.ops.sequences import Sequences
 from hybridize.ops.terms import Terms, far_terms, fold, near_terms, needs_all_keys
-from hybridize.ops.types import Ablation, Result, compute_dtype
-from hybridize.ops.windowed_linear.mix import Branches, Mix, combine
+from hybridize.ops.types import Result, capped, compute_dtype
+from hybridize.ops.windowed_linear.definition import Definition
+from hybridize.ops.windowed_linear.mix import Branches, combine
 from hybridize.ops.windowed_linear.state import WindowedLinearState
 from hybridize.windows import Window
 
@@ -25,13 +26,7 @@ def forward(
     q_BTHD: Tensor,
     k_BTGD: Tensor,
     v_BTGV: Tensor,
-    map_q: FeatureMap,
-    map_k: FeatureMap,
-    window: Window,
-    mix: Mix,
-    scale: float,
-    softcap: float | None,
-    ablation: Ablation,
+    definition: Definition,
     sequences: Sequences,
     state: WindowedLinearState | None,
     return_state: bool,
@@ -39,16 +34,19 @@ def forward(
 ) -> Result:
     q, k, v = (x.flatten(0, 1) for x in (q_BTHD, k_BTGD, v_BTGV))
     dtype = compute_dtype(q)
+    window, map_k = definition.window, definition.map_k
     ring, far = (state.ring, state.far) if state else (None, None)
     grid = get_grid(sequences, window.chunk(), window)
     k_MGKD = grid.lay_keys(k, ring.k_NRGD if ring else None)
     v_MGKV = grid.lay_keys(v, ring.v_NRGV if ring else None).to(dtype)
-    near = near_terms(grid, window, q, k, v, (k_MGKD, v_MGKV), ring, scale=scale, softcap=softcap)
-    linear_only = ablation.mode == "linear_only"
+    near = near_terms(
+        grid, window, q, k, v, (k_MGKD, v_MGKV), ring, scale=definition.scale, softcap=definition.softcap
+    )
+    linear_only = definition.ablation.mode == "linear_only"
     all_keys = needs_all_keys(grid, everything=linear_only)
     k_MGXD, v_MGXV = (k_MGKD, v_MGKV) if all_keys else (grid.own(k_MGKD), grid.own(v_MGKV))
     phi_k = map_k(k_MGXD.transpose(1, 2)).transpose(1, 2)
-    phi_q = map_q(q)
+    phi_q = definition.map_q(q)
     memory = far.memory if far else None
     far_sums = far_terms(grid, phi_q, phi_k, v_MGXV, memory)
     everything = None
@@ -56,7 +54,7 @@ def forward(
         all_memory = _with_sinks(far, ring, map_k, window, sequences) if far and ring else memory
         everything = far_terms(grid, phi_q, phi_k, v_MGXV, all_memory, everything=True)
     branches = _branches(near, far_sums, everything, grid.has_far_P)
-    o = combine(branches, mix, ablation).to(v_BTGV.dtype).unflatten(0, q_BTHD.shape[:2])
+    o = combine(branches, definition.mix, definition.ablation).to(v_BTGV.dtype).unflatten(0, q_BTHD.shape[:2])
     aux = {}
     if return_aux:
         pieces = {"near_den": near.den_PH, "far_den": far_sums.den_PH, "shift": branches.shift}
@@ -111,19 +109,14 @@ def step(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    map_q: FeatureMap,
-    map_k: FeatureMap,
-    window: Window,
-    mix: Mix,
-    scale: float,
-    softcap: float | None,
-    ablation: Ablation,
+    definition: Definition,
     starts: tuple[int, ...],
     state: WindowedLinearState,
 ) -> Result:
     """One token a row: q `[N, 1, H, D]`, k `[N, 1, G, D]`, v `[N, 1, G, V]`. Touches w keys and one state."""
     sequences = Sequences.dense(q.shape[0], 1, starts, q.device)
     dtype = compute_dtype(q)
+    window, map_k = definition.window, definition.map_k
     t_N = state.lengths_N
     far = _evict(state, map_k, window, starts, k, v)
     ring = advance_step(state.ring, window, k, v)
@@ -135,17 +128,16 @@ def step(
     seen_sinks = torch.arange(window.sinks, device=q.device) <= t_N[:, None]
     mask = torch.cat([seen_sinks, near_NR], 1)
     groups = k.shape[2]
-    q_NGXD = (q[:, 0].to(dtype) * scale).unflatten(1, (groups, -1))
+    q_NGXD = (q[:, 0].to(dtype) * definition.scale).unflatten(1, (groups, -1))
     score = q_NGXD @ k_NRGD.permute(0, 2, 3, 1)
-    if softcap is not None:
-        score = softcap * torch.tanh(score / softcap)
+    score = capped(score, definition.softcap)
     score = score.masked_fill(~mask[:, None, None], -torch.inf)
     shift = score.amax(-1, keepdim=True)
     weight = torch.exp(score - shift)
     near = Terms((weight @ v_NRGV.transpose(1, 2)).flatten(1, 2), weight.sum(-1).flatten(1), shift.flatten(1))
-    phi_q = map_q(q[:, 0])
+    phi_q = definition.map_q(q[:, 0])
     everything = None
-    if ablation.mode == "linear_only":
+    if definition.ablation.mode == "linear_only":
         memory = far.memory
         if not window.overlap:
             held = _sums(map_k, ring.k_NRGD, ring.v_NRGV, _unfolded(window, t_N, position_NR))
@@ -153,7 +145,7 @@ def step(
             memory = (memory[0] + held[0] + sinks[0], memory[1] + held[1] + sinks[1])
         everything = _read(phi_q, *memory)
     branches = _branches(near, _read(phi_q, *far.memory), everything, window.has_far(t_N))
-    o = combine(branches, mix, ablation).to(v.dtype)[:, None]
+    o = combine(branches, definition.mix, definition.ablation).to(v.dtype)[:, None]
     lengths = t_N + sequences.tensor("lengths")
     return Result(o, WindowedLinearState(lengths_N=lengths, ring=ring, far=far))
 

@@ -12,23 +12,17 @@ from hybridize.ops.feature_map import FeatureMap
 from hybridize.ops.linear.state import LinearState, empty_linear
 from hybridize.ops.ring import advance_ring, empty_ring
 from hybridize.ops.sequences import Sequences
-from hybridize.ops.types import Ablation, Result, compute_dtype
-from hybridize.ops.windowed_linear.mix import Branches, Mix, combine, near_and_far_scales
+from hybridize.ops.types import Result, capped, compute_dtype
+from hybridize.ops.windowed_linear.definition import Definition
+from hybridize.ops.windowed_linear.mix import Branches, combine, near_and_far_scales
 from hybridize.ops.windowed_linear.state import WindowedLinearState
-from hybridize.windows import Window
 
 
 def forward(
     q_BTHD: Tensor,
     k_BTGD: Tensor,
     v_BTGV: Tensor,
-    map_q: FeatureMap,
-    map_k: FeatureMap,
-    window: Window,
-    mix: Mix,
-    scale: float,
-    softcap: float | None,
-    ablation: Ablation,
+    definition: Definition,
     sequences: Sequences,
     state: WindowedLinearState | None,
     return_state: bool,
@@ -36,6 +30,7 @@ def forward(
 ) -> Result:
     q, k, v = (x.flatten(0, 1) for x in (q_BTHD, k_BTGD, v_BTGV))
     dtype = compute_dtype(q)
+    window, map_k = definition.window, definition.map_k
     rows = len(sequences)
     ring = state.ring if state else empty_ring(window, rows, k, v)
     far = (
@@ -54,8 +49,8 @@ def forward(
         k_SGD = torch.cat([ring.sink_k_NsGD[n][early], ring.k_NRGD[n][slot], k[piece]])
         v_SGV = torch.cat([ring.sink_v_NsGV[n][early], ring.v_NRGV[n][slot], v[piece]]).to(dtype)
         t_T1 = torch.arange(start, start + length, device=q.device)[:, None]
-        branches = _branches(q[piece], k_SGD, v_SGV, i_S, t_T1, map_q, map_k, window, scale, softcap, far, n)
-        outputs.append(combine(branches, mix, ablation))
+        branches = _branches(q[piece], k_SGD, v_SGV, i_S, t_T1, definition, far, n)
+        outputs.append(combine(branches, definition.mix, definition.ablation))
         branches_list.append(branches)
         end = start + length
         leaves = (i_S < window.kept_from(end)) & (i_S >= window.sinks)
@@ -86,18 +81,15 @@ def _branches(
     v_SGV: Tensor,
     i_S: Tensor,
     t_T1: Tensor,
-    map_q: FeatureMap,
-    map_k: FeatureMap,
-    window: Window,
-    scale: float,
-    softcap: float | None,
+    definition: Definition,
     memory: LinearState,
     n: int,
 ) -> Branches:
+    window, map_q, map_k = definition.window, definition.map_q, definition.map_k
     heads = q_THD.shape[1]
     dtype = v_SGV.dtype
     v_HSV = v_SGV.transpose(0, 1).repeat_interleave(heads // v_SGV.shape[1], 0)
-    weight, shift = near_weights(q_THD, k_SGD, window.near(t_T1, i_S), scale, softcap)
+    weight, shift = near_weights(q_THD, k_SGD, window.near(t_T1, i_S), definition)
     phi_q = map_q(q_THD).transpose(0, 1)
     product = far_products(q_THD, k_SGD, map_q, map_k)
     far_mask = window.far(t_T1, i_S)
@@ -124,15 +116,14 @@ def _branches(
 
 
 def near_weights(
-    q_THD: Tensor, k_SGD: Tensor, near_TS: Tensor, scale: float, softcap: float | None
+    q_THD: Tensor, k_SGD: Tensor, near_TS: Tensor, definition: Definition
 ) -> tuple[Tensor, Tensor]:
     """e^(s - c) `[H, T, S]`, zero where not near, and c `[H, T]`."""
     dtype = compute_dtype(q_THD)
     heads = q_THD.shape[1]
     k_HSD = k_SGD.to(dtype).transpose(0, 1).repeat_interleave(heads // k_SGD.shape[1], 0)
-    score = scale * (q_THD.to(dtype).transpose(0, 1) @ k_HSD.transpose(-1, -2))
-    if softcap is not None:
-        score = softcap * torch.tanh(score / softcap)
+    score = definition.scale * (q_THD.to(dtype).transpose(0, 1) @ k_HSD.transpose(-1, -2))
+    score = capped(score, definition.softcap)
     score = score.masked_fill(~near_TS, -torch.inf)
     shift = score.amax(-1) if score.shape[-1] else score.sum(-1)
     shift = shift.masked_fill(shift == -torch.inf, 0)
@@ -148,22 +139,18 @@ def far_products(q_THD: Tensor, k_SGD: Tensor, map_q: FeatureMap, map_k: Feature
 def coefficients(
     q_BTHD: Tensor,
     k_BTGD: Tensor,
-    map_q: FeatureMap,
-    map_k: FeatureMap,
-    window: Window,
-    mix: Mix,
-    scale: float,
-    softcap: float | None,
+    definition: Definition,
     rows: slice,
 ) -> Tensor:
     """`A_BHQS` of the queries in `rows` over all keys of dense rows that start at position 0."""
+    window = definition.window
     i_S = torch.arange(k_BTGD.shape[1], device=q_BTHD.device)
     t_Q1 = torch.arange(q_BTHD.shape[1], device=q_BTHD.device)[rows][:, None]
     near, far = window.near(t_Q1, i_S), window.far(t_Q1, i_S)
     weights = []
     for q_THD, k_SGD in zip(q_BTHD[:, rows], k_BTGD, strict=True):
-        weight, shift = near_weights(q_THD, k_SGD, near, scale, softcap)
-        product = far_products(q_THD, k_SGD, map_q, map_k) * far
+        weight, shift = near_weights(q_THD, k_SGD, near, definition)
+        product = far_products(q_THD, k_SGD, definition.map_q, definition.map_k) * far
         nothing = weight.new_zeros(0)
         branches = Branches(
             near_num=nothing,
@@ -173,6 +160,6 @@ def coefficients(
             far_den=product.sum(-1).T,
             has_far=window.has_far(t_Q1[:, 0]),
         )
-        near_scale, far_scale = near_and_far_scales(branches, mix)
+        near_scale, far_scale = near_and_far_scales(branches, definition.mix)
         weights.append(weight * near_scale.T[..., None] + product * far_scale.T[..., None])
     return torch.stack(weights)

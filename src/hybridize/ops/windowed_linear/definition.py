@@ -1,0 +1,23 @@
+"""What is computed: everything of a call to windowed linear attention besides its tensors and sequences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hybridize.ops.feature_map import FeatureMap
+from hybridize.ops.types import Ablation
+from hybridize.ops.windowed_linear.mix import Mix
+from hybridize.windows import Window
+
+
+@dataclass(frozen=True)
+class Definition:
+    """Maps, window, mix, and the softmax's `scale` and `softcap`; `ablation` says which branches are removed."""
+
+    map_q: FeatureMap
+    map_k: FeatureMap
+    window: Window
+    mix: Mix
+    scale: float
+    softcap: float | None
+    ablation: Ablation
