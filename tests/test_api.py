@@ -37,7 +37,8 @@ def run(teacher, text, tmp_path_factory) -> Path:
 
 def evaluate(target: Path, text: Path, **options):
     return hybridize.evaluate(
-        target, **{"texts": [str(text)], "lengths": [64], "samples": 4, "device": "cpu"} | options
+        target,
+        **{"texts": [str(text)], "lengths": [64], "samples": 4, "device": "cpu", "progress": False} | options,
     ).to_dict()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from hybridize.convert import pipeline
 from hybridize.convert.finetune import attach_adapter
 from hybridize.convert.run_folder import RunFolder, read_json
+from hybridize.convert.status import status
 from hybridize.data import DataSpec, build_rows
 from hybridize.data.batching import ordered_batches
 from hybridize.evals.suite import run_suite
@@ -152,6 +154,7 @@ def evaluate(
     samples: int | None = None,
     device: str | None = None,
     dtype: str | None = None,
+    progress: bool = True,
 ) -> Evaluation:
     """Held-out perplexity by position (rows of the longest of `lengths`) and passkeys by length.
 
@@ -173,6 +176,7 @@ def evaluate(
     values: dict[str, Any] = {"model": str(run_or_model), "dtype": dtype_name}
     values |= {"mode": mode, "removal": removal, "scope": scope}
     with ExitStack() as stack:
+        say = stack.enter_context(status(progress))
         split_at = None
         if hybrid is not None:
             stack.enter_context(hybrid.override(mode, removal, scope))  # type: ignore[arg-type]
@@ -182,7 +186,7 @@ def evaluate(
         batches = {}
         for source in texts if "perplexity" in tasks else ():
             spec = DataSpec(source=source, length=max(lengths))
-            held_out = build_rows(spec, tokenizer, "test", rows * spec.length)
+            held_out = build_rows(spec, tokenizer, "test", rows * spec.length, progress=say)
             batches[source] = list(ordered_batches(held_out, 4, rows * spec.length))
         suite = run_suite(
             model,
@@ -191,6 +195,7 @@ def evaluate(
             passkey_lengths=lengths if "passkey" in tasks else (),
             samples=samples or 20,
             split_at=split_at,
+            on_progress=partial(say, f"measuring {run_or_model}"),
         )
         return Evaluation(values | suite.to_dict())
 

@@ -1,5 +1,7 @@
-"""A teacher and texts in files, and a cache of these tests' own."""
+"""A teacher and texts in files, a cache of these tests' own, and the same import path in processes they start."""
 
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from tests.convert import bench
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HYBRIDIZE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
         yield
 
 

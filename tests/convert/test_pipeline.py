@@ -167,6 +167,17 @@ def test_the_same_model_by_another_path_continues(teacher, text, tmp_path):
     hybridize.convert(os.path.relpath(teacher), chosen, tmp_path, device="cpu", progress=False)
 
 
+def test_what_takes_long_is_said_on_stderr(teacher, text, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("HYBRIDIZE_CACHE", str(tmp_path / "cache"))
+    few = {"texts": [], "rows": 2, "new_tokens": 1}
+    chosen = bench.recipe(text, {"steps": [], "evaluation": few})
+    hybridize.convert(str(teacher), chosen, tmp_path / "loud", device="cpu")
+    said = capsys.readouterr().err.splitlines()
+    assert {"tokenising train text ...", "measuring teacher ...", "measuring swapped ..."} <= set(said)
+    hybridize.convert(str(teacher), chosen, tmp_path / "quiet", device="cpu", progress=False)
+    assert "measuring" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("model_type", ["phi3", "gemma2", "smollm3"])
 def test_other_families(model_type, text, tmp_path):
     """Fused qkv; softcaps, windows and tied embeddings; layers without RoPE: through every step and back from disk."""

@@ -58,6 +58,11 @@ def wait_for(condition: Callable[[], bool], process: multiprocessing.Process, lo
     return False
 
 
+def newest_checkpoint(step: Path) -> int:
+    """The optimizer step from which a kill now would go on; 0 without a checkpoint."""
+    return max((int(path.name.split("-")[1]) for path in step.glob("checkpoints/step-*")), default=0)
+
+
 def equal_weights(a: Path, b: Path) -> bool:
     ours, theirs = (load_file(folder / "model" / "model.safetensors") for folder in (a, b))
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
@@ -87,7 +92,9 @@ def test_kill_9_at_any_moment(job, teacher, tmp_path, capsys):
             time.sleep(drawn.uniform(0, 0.08))
         if process.is_alive():
             os.kill(process.pid, signal.SIGKILL)
-            killed.append(name)
+            process.join()
+            newest = {folder.name: newest_checkpoint(folder) for folder in sorted(steps.glob("*-*"))}
+            killed.append(f"{name} {newest}")
         process.join()
         assert process.exitcode in (0, -signal.SIGKILL), worker.text_of(log)
     with capsys.disabled():

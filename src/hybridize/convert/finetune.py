@@ -5,7 +5,8 @@ Legend: B rows, T tokens, E width.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import warnings
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, cast
 
@@ -42,7 +43,7 @@ class FinetuneStage:
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.checkpointing = step.activation_checkpointing
         if self.checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            _switch(model, "enable")({"use_reentrant": False})
 
     def parameters(self) -> dict[str, nn.Parameter]:
         return self._parameters
@@ -81,8 +82,14 @@ class FinetuneStage:
     def finish(self) -> None:
         """Leave the model ready to run."""
         if self.checkpointing:
-            self.model.gradient_checkpointing_disable()
+            _switch(self.model, "disable")()
         self.model.eval().requires_grad_(False)
+
+
+def _switch(model: HybridForCausalLM, verb: str) -> Callable[..., None]:
+    """transformers' switch of activation checkpointing, which 5.24 renamed."""
+    former: Callable[..., None] = getattr(model, f"gradient_checkpointing_{verb}")
+    return getattr(model, f"activation_checkpointing_{verb}", former)
 
 
 def add_lora(model: HybridForCausalLM, lora: Lora) -> PeftModel:
@@ -94,12 +101,16 @@ def add_lora(model: HybridForCausalLM, lora: Lora) -> PeftModel:
         target_modules=model.family.lora_targets(list(lora.on)),
         task_type="CAUSAL_LM",
     )
-    return cast(PeftModel, get_peft_model(cast(Any, model), config))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing.*")  # peft asks by a deprecated name
+        return cast(PeftModel, get_peft_model(cast(Any, model), config))
 
 
 def attach_adapter(model: HybridForCausalLM, folder: Path) -> PeftModel:
     """The adapter stored in `folder` on top of `model`."""
-    return PeftModel.from_pretrained(cast(Any, model), str(folder), is_trainable=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing.*")
+        return PeftModel.from_pretrained(cast(Any, model), str(folder), is_trainable=False)
 
 
 def merge(adapted: PeftModel) -> HybridForCausalLM:

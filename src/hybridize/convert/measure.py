@@ -6,6 +6,7 @@ Each milestone is measured once and kept in `evaluations.json`; resuming does no
 from __future__ import annotations
 
 import csv
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybridize.convert.run_folder import RunFolder, read_json, versions, write_json
+from hybridize.convert.status import Say, status
 from hybridize.data import DataSpec, build_rows
 from hybridize.data.batching import Batch, ordered_batches
 from hybridize.evals.aggregate import paired_difference
@@ -32,8 +34,10 @@ HISTORY_POINTS = 60
 class Milestones:
     """The models that a run passes through, each measured the same way."""
 
-    def __init__(self, run: RunFolder, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.run, self.recipe, self.tokenizer = run, recipe, tokenizer
+    def __init__(
+        self, run: RunFolder, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, progress: bool
+    ) -> None:
+        self.run, self.recipe, self.tokenizer, self.progress = run, recipe, tokenizer, progress
         self.plan = recipe.evaluation
         self.path = run.path / "evaluations.json"
         self.entries: list[dict[str, Any]] = read_json(self.path) or []
@@ -50,14 +54,16 @@ class Milestones:
         """Measure `model` under `name`, unless that has been done."""
         if self.plan is None or self.measured(name):
             return
-        suite = run_suite(
-            model,
-            self.tokenizer,
-            self._held_out(),
-            passkey_lengths=self.plan.passkey,
-            samples=self.plan.samples,
-            split_at=self.recipe.first_far_position,
-        )
+        with status(self.progress) as say:
+            suite = run_suite(
+                model,
+                self.tokenizer,
+                self._held_out(say),
+                passkey_lengths=self.plan.passkey,
+                samples=self.plan.samples,
+                split_at=self.recipe.first_far_position,
+                on_progress=partial(say, f"measuring {name}"),
+            )
         shapes = get_family(_base_config(model)).shapes(_base_config(model))
         spec = model.spec if isinstance(model, HybridForCausalLM) else softmax_spec(shapes)
         width = next(model.parameters()).element_size()
@@ -88,7 +94,7 @@ class Milestones:
         self.entries = [other for other in self.entries if other["name"] != entry["name"]] + [entry]
         write_json(self.path, self.entries)
 
-    def _held_out(self) -> dict[str, list[Batch]]:
+    def _held_out(self, say: Say) -> dict[str, list[Batch]]:
         """Test batches by name of the text: the recipe's own data, then the other texts."""
         assert self.plan is not None
         if self._texts is None:
@@ -97,10 +103,11 @@ class Milestones:
             for source in self.plan.texts:
                 specs.setdefault(source, DataSpec(source=source, length=own.length))
             tokens = self.plan.rows * own.length
-            self._texts = {
-                name: list(ordered_batches(build_rows(spec, self.tokenizer, "test", tokens), BATCH, tokens))
+            rows = {
+                name: build_rows(spec, self.tokenizer, "test", tokens, progress=say)
                 for name, spec in specs.items()
             }
+            self._texts = {name: list(ordered_batches(text, BATCH, tokens)) for name, text in rows.items()}
         return self._texts
 
     def write_results(self, recipe: Recipe, identity: dict[str, Any], notes: list[str]) -> None:

@@ -23,6 +23,7 @@ from hybridize.convert.calibrate import calibrate_mass
 from hybridize.convert.finetune import FinetuneStage, attach_adapter, merge
 from hybridize.convert.measure import Milestones
 from hybridize.convert.run_folder import RunFolder, read_json, write_json
+from hybridize.convert.status import Say, status
 from hybridize.convert.transfer import TransferStage
 from hybridize.data import PackedRows, build_rows, check_tokenizer
 from hybridize.data.batching import Batch, batches, make_batch
@@ -104,8 +105,9 @@ def _convert(
     with run.locked():
         tokenizer = load_tokenizer(source)
         check_tokenizer(tokenizer, config.vocab_size)
-        rows = build_rows(recipe.data, tokenizer, "train", corpus)
-        held_out = _held_out(recipe, tokenizer)
+        with status(progress) as say:
+            rows = build_rows(recipe.data, tokenizer, "train", corpus, progress=say)
+            held_out = _held_out(recipe, tokenizer, say)
         trained_by = {key: value for key, value in recipe.to_dict().items() if key != "evaluation"}
         identity = {
             "model": {"name": model, "fingerprint": fingerprint(source)},
@@ -152,7 +154,7 @@ class _Conversion:
         self.folder, self.recipe, self.tokenizer = run, recipe, tokenizer
         self.rows, self.held_out = rows, held_out
         self.progress = progress
-        self.milestones = Milestones(run, recipe, tokenizer)
+        self.milestones = Milestones(run, recipe, tokenizer, progress)
 
     def finished(self, last: int) -> bool:
         """Whether the student after step `last` is saved and everything up to there is measured."""
@@ -330,12 +332,12 @@ def _corpus_tokens(recipe: Recipe) -> int | None:
     return max((tokens for tokens in budgets if tokens is not None), default=recipe.data.length)
 
 
-def _held_out(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PackedRows | None:
+def _held_out(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, say: Say) -> PackedRows | None:
     """The validation text of the steps, which decides their schedules and best checkpoints; None where none trains."""
     if not recipe.steps:
         return None
     most = max(step.validation_rows for step in recipe.steps)
-    return build_rows(recipe.data, tokenizer, "validation", most * recipe.data.length)
+    return build_rows(recipe.data, tokenizer, "validation", most * recipe.data.length, progress=say)
 
 
 def _epoch_notes(recipe: Recipe, rows: PackedRows) -> list[str]:
