@@ -26,6 +26,11 @@ class Removal(StrEnum):
     renormalize = "renormalize"
 
 
+class Scope(StrEnum):
+    mixed = "mixed"
+    all = "all"
+
+
 def evaluate(
     run: RunArgument,
     mode: Annotated[Mode, typer.Option(help="Which parts of the attention take part.")] = Mode.hybrid,
@@ -35,6 +40,16 @@ def evaluate(
             help="zero: a removed part leaves the denominator as it is; renormalize: it leaves that too."
         ),
     ] = Removal.zero,
+    scope: Annotated[
+        Scope,
+        typer.Option(
+            help="mixed: only layers with both branches change; all: whole softmax or linear layers too."
+        ),
+    ] = Scope.mixed,
+    texts: Annotated[
+        str,
+        typer.Option(help="Comma-separated held-out texts: docstrings, code, essays, or a file or folder."),
+    ] = "docstrings,code",
     tasks: Annotated[str, typer.Option(help="Comma-separated: perplexity, passkey.")] = "perplexity,passkey",
     lengths: Annotated[str, typer.Option(help="Comma-separated context lengths of the tasks.")] = "512,1024",
     samples: Annotated[
@@ -56,6 +71,8 @@ def evaluate(
         tasks=split_list(tasks),
         mode=mode.value,
         removal=removal.value,
+        scope=scope.value,
+        texts=split_list(texts),
         lengths=parse_lengths(lengths),
         samples=samples,
         device=device,

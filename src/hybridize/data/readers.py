@@ -19,7 +19,8 @@ from hybridize.data.spec import DataSpec, Role
 
 SUFFIXES = (".txt", ".jsonl", ".parquet")
 
-_PIECE = 400_000  # characters; a longer text file becomes several documents, so that a part of a book can be held out
+# A text file becomes several documents, so that a part of a book can be held out: about a hundred, of so many characters.
+_PIECES, _SHORTEST, _LONGEST = 100, 4_000, 400_000
 _SPLIT_NAMES: dict[str, Split] = {
     "train": "train",
     "validation": "validation",
@@ -87,10 +88,11 @@ def _decode(file: Path) -> str:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Cut a long text at empty lines into pieces of at most about `_PIECE` characters."""
-    while len(text) > _PIECE:
-        cut = text.rfind("\n\n", _PIECE // 2, _PIECE)
-        cut = cut if cut > 0 else _PIECE
+    """Cut a text at empty lines into about `_PIECES` pieces, none longer than `_LONGEST` or cut below `_SHORTEST`."""
+    most = min(max(len(text) // _PIECES, _SHORTEST), _LONGEST)
+    while len(text) > most:
+        cut = text.rfind("\n\n", most // 2, most)
+        cut = cut if cut > 0 else most
         yield text[:cut].strip()
         text = text[cut:].strip()
     if text:

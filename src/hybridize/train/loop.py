@@ -199,12 +199,12 @@ class _Run:
                 )
                 if layers:
                     parts.append(f"{name} is not finite from layer {layers[0]} on")
-            check = getattr(self.stage, "check", None)
-            if check is not None and (said := check()):
-                parts.append(said)
             self._not_finite(number, "; ".join(parts), bad)
 
     def _not_finite(self, step: int, what: str, parameters: list[str]) -> None:
+        check = getattr(self.stage, "check", None)
+        if check is not None and (said := check()):
+            what = f"{what}; {said}"
         kept = checkpoint.steps(self.checkpoints)
         where = f"the last good checkpoint is {kept[-1]}" if kept else "there is no checkpoint yet"
         raise NonFiniteError(
