@@ -9,7 +9,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from tests.convert import bench, worker
-from tests.convert.test_resume import CONTEXT
+from tests.convert.test_kill_and_resume import CONTEXT
 from transformers import GPT2Config, LlamaConfig
 
 import hybridize
