@@ -136,12 +136,13 @@ def test_eval_hands_over_and_prints(cli, record, tmp_path):
     code, out, _ = cli(
         "eval", "run", "--mode", "softmax_only", "--removal", "renormalize", "--tasks", "perplexity, passkey",
         "--lengths", "64,128", "--samples", "3", "--dtype", "float32", "--json", tmp_path / "r.json",
+        "--texts", "code, essays", "--scope", "all",
     )  # fmt: skip
     ((args, kwargs),) = calls
     assert code == 0 and args == ("run",)
     assert kwargs == {
         "tasks": ["perplexity", "passkey"], "mode": "softmax_only", "removal": "renormalize", "lengths": [64, 128],
-        "samples": 3, "device": None, "dtype": "float32",
+        "samples": 3, "device": None, "dtype": "float32", "scope": "all", "texts": ["code", "essays"],
     }  # fmt: skip
     assert "9.5" in out and "by_position" in out and "2.25" in out
     assert json.loads((tmp_path / "r.json").read_text()) == Result().to_dict()

@@ -53,10 +53,20 @@ def test_file_names_declare_splits(tmp_path):
 
 
 def test_a_long_text_is_cut_at_empty_lines():
-    paragraphs = [f"{number} " + "word " * 2000 for number in range(100)]
+    paragraphs = [f"{number} " + "word " * 200 for number in range(1000)]
     pieces = list(_pieces("\n\n".join(paragraphs)))
-    assert len(pieces) == 3 and max(map(len, pieces)) <= 400_000
+    assert 100 <= len(pieces) <= 200 and all(piece[0].isdigit() for piece in pieces)
     assert "\n\n".join(pieces).split() == " ".join(paragraphs).split()
+
+
+def test_a_text_without_empty_lines_is_cut_between_words_and_a_short_one_little(monkeypatch):
+    text = "word " * 40_000
+    pieces = list(_pieces(text))
+    assert max(map(len, pieces)) <= 4_000 and {*" ".join(pieces).split()} == {"word"}
+    assert len(list(_pieces("word " * 700))) == 1
+    monkeypatch.setattr("hybridize.data.readers._LONGEST", 500)
+    monkeypatch.setattr("hybridize.data.readers._SHORTEST", 100)
+    assert max(map(len, _pieces(text))) <= 500
 
 
 def test_prompt_and_response_layouts(tmp_path):

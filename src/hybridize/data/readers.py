@@ -91,8 +91,7 @@ def _pieces(text: str) -> Iterator[str]:
     """Cut a text at empty lines into about `_PIECES` pieces, none longer than `_LONGEST` or cut below `_SHORTEST`."""
     most = min(max(len(text) // _PIECES, _SHORTEST), _LONGEST)
     while len(text) > most:
-        cut = text.rfind("\n\n", most // 2, most)
-        cut = cut if cut > 0 else most
+        cut = max(text.rfind("\n\n", most // 2, most), 0) or max(text.rfind(" ", most // 2, most), 0) or most
         yield text[:cut].strip()
         text = text[cut:].strip()
     if text:
