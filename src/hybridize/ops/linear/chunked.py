@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from hybridize.ops.feature_map import FeatureMap
 from hybridize.ops.grid import get_grid
 from hybridize.ops.linear.state import LinearState, empty_linear
 from hybridize.ops.sequences import Sequences
+from hybridize.ops.slabs import in_slabs
 from hybridize.ops.terms import far_terms, fold
 from hybridize.ops.types import Result, compute_dtype, guarded
 
@@ -20,6 +23,20 @@ def forward(
     v_BTGV: Tensor,
     map_q: FeatureMap,
     map_k: FeatureMap,
+    sequences: Sequences,
+    state: LinearState | None,
+    return_state: bool,
+) -> Result:
+    run = partial(_forward, map_q, map_k)
+    return in_slabs(run, q_BTHD, k_BTGD, v_BTGV, sequences, state, return_state, CHUNK)
+
+
+def _forward(
+    map_q: FeatureMap,
+    map_k: FeatureMap,
+    q_BTHD: Tensor,
+    k_BTGD: Tensor,
+    v_BTGV: Tensor,
     sequences: Sequences,
     state: LinearState | None,
     return_state: bool,

@@ -6,6 +6,8 @@ J key-map heads, D head dim, F features, V value dim, X query heads of one KV or
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,7 @@ from hybridize.ops.grid import get_grid
 from hybridize.ops.linear.state import LinearState, empty_linear
 from hybridize.ops.ring import RingState, advance_ring
 from hybridize.ops.sequences import Sequences
+from hybridize.ops.slabs import in_slabs
 from hybridize.ops.terms import Terms, far_terms, fold, near_terms, needs_all_keys
 from hybridize.ops.types import Result, capped, compute_dtype
 from hybridize.ops.windowed_linear.definition import Definition
@@ -31,6 +34,20 @@ def forward(
     state: WindowedLinearState | None,
     return_state: bool,
     return_aux: bool,
+) -> Result:
+    run = partial(_forward, definition, return_aux)
+    return in_slabs(run, q_BTHD, k_BTGD, v_BTGV, sequences, state, return_state, definition.window.chunk())
+
+
+def _forward(
+    definition: Definition,
+    return_aux: bool,
+    q_BTHD: Tensor,
+    k_BTGD: Tensor,
+    v_BTGV: Tensor,
+    sequences: Sequences,
+    state: WindowedLinearState | None,
+    return_state: bool,
 ) -> Result:
     q, k, v = (x.flatten(0, 1) for x in (q_BTHD, k_BTGD, v_BTGV))
     dtype = compute_dtype(q)
