@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hybridize.evals import perplexity as module
-from hybridize.evals.perplexity import IGNORED, PerplexityResult, perplexity
+from hybridize.evals.perplexity import PerplexityResult, perplexity
+from hybridize.losses import IGNORE
 
 VOCABULARY = 61
 
@@ -51,7 +52,7 @@ def oracle(model: LlamaForCausalLM, document_T: Tensor, labels_T: Tensor | None 
         log_p_TV = model(input_ids=document_T[None]).logits[0].double().log_softmax(-1)
     targets = labels_T.tolist()
     return {
-        t: -log_p_TV[t, targets[t + 1]].item() for t in range(len(targets) - 1) if targets[t + 1] != IGNORED
+        t: -log_p_TV[t, targets[t + 1]].item() for t in range(len(targets) - 1) if targets[t + 1] != IGNORE
     }
 
 
@@ -66,8 +67,8 @@ def assert_equals(result: PerplexityResult, nlls: list[dict[int, float]]) -> Non
 def test_rows_with_masked_labels(model: LlamaForCausalLM, batch_size: int) -> None:
     rows_NT = tokens(7, 23)
     labels_NT = rows_NT.clone()
-    labels_NT[torch.rand(7, 23, generator=torch.Generator().manual_seed(2)) < 0.4] = IGNORED
-    labels_NT[3] = IGNORED
+    labels_NT[torch.rand(7, 23, generator=torch.Generator().manual_seed(2)) < 0.4] = IGNORE
+    labels_NT[3] = IGNORE
     result = perplexity(model, rows_NT, labels=labels_NT, batch_size=batch_size)
     assert_equals(result, [oracle(model, row, label) for row, label in zip(rows_NT, labels_NT, strict=True)])
     assert result.rows == 7
@@ -185,7 +186,7 @@ def test_nan_logits_are_refused(model: LlamaForCausalLM) -> None:
         ({"rows": tokens(2, 1)}, "no token that counts"),
         ({"rows": tokens(0, 8)}, "no token that counts"),
         ({"rows": []}, "no token that counts"),
-        ({"rows": tokens(2, 8), "labels": torch.full((2, 8), IGNORED)}, "no token that counts"),
+        ({"rows": tokens(2, 8), "labels": torch.full((2, 8), IGNORE)}, "no token that counts"),
         ({"rows": tokens(8)}, r"rows has shape \(8,\)"),
         ({"rows": tokens(2, 8), "labels": tokens(2, 7)}, r"labels has shape \(2, 7\)"),
         ({"rows": [[1, 2]], "labels": tokens(1, 2)}, "labels and position_ids go with rows"),

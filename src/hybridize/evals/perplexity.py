@@ -21,8 +21,8 @@ from torch import Tensor
 
 from hybridize.evals.aggregate import bootstrap_ratio_interval, ratio_standard_error
 from hybridize.evals.generation import Progress, evaluating
+from hybridize.losses import IGNORE
 
-IGNORED = -100
 POSITION_EDGES = (0, 64, *(2**n for n in range(7, 21)))
 # float32 logits exist for so many tokens at a time: 200 MB at a vocabulary of 49,152.
 TOKENS_PER_CHUNK = 1024
@@ -184,7 +184,7 @@ def token_nll(
         inputs["attention_mask"] = mask_BT
     # Without a cache: transformers tells packed documents apart by their positions only then.
     logits_BTV = model(**{name: x.to(model.device) for name, x in inputs.items()}, use_cache=False).logits
-    counts_BT = (labels_BT[:, 1:] != IGNORED) & (position_ids_BT[:, 1:] == position_ids_BT[:, :-1] + 1)
+    counts_BT = (labels_BT[:, 1:] != IGNORE) & (position_ids_BT[:, 1:] == position_ids_BT[:, :-1] + 1)
     if mask_BT is not None:
         counts_BT &= (mask_BT[:, 1:] != 0) & (mask_BT[:, :-1] != 0)
     rows_N, columns_N = counts_BT.nonzero(as_tuple=True)

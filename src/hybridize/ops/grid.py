@@ -128,8 +128,8 @@ class Grid:
         return t, torch.arange(self.keys, device=self.sequences.device)[None, :]
 
     @cached_property
-    def near_MCK(self) -> Tensor:
-        """Which keys the window's softmax sees, its sinks as columns behind (`[M, C, K + s]`, `[1, C, K]` if all alike)."""
+    def hidden_M11CK(self) -> Tensor:
+        """Which keys the window's softmax does not see, its sinks as columns behind: `[M, 1, 1, C, K + s]`."""
         assert self.window is not None
         near = replace(self.window, sinks=0).near(*self._offsets)[None]
         position = self._positions_MK
@@ -141,16 +141,25 @@ class Grid:
         if self.window.sinks:
             sinks = torch.arange(self.window.sinks, device=near.device) <= self.position_MC[:, :, None]
             near = torch.cat([near, sinks], dim=2)
-        return near
+        return ~near[:, None, None]
 
-    def far_CK(self, everything: bool) -> Tensor | None:
-        """Which of a chunk's keys reach a query through the linear branch; None where none can."""
-        t, i = self._offsets
-        if self.window is None or everything:
-            return i <= t
-        if self.window.kind == "terraced" and not self.window.overlap and self.chunk == self.window.size:
-            return None
-        return replace(self.window, sinks=0).far(t, i)  # sinks are not folded in, see `foldable_MK`
+    def reaches_frame(self, everything: bool) -> bool:
+        """Whether some of a chunk's K keys are far from one of its queries: their features are wanted then."""
+        window = self.window
+        if window is None or everything or window.overlap:
+            return True
+        return not (window.kind == "terraced" and self.chunk == window.size)
+
+    def not_far_CK(self, everything: bool) -> Tensor:
+        """Which of a chunk's keys do not reach a query through the linear branch."""
+
+        def make() -> Tensor:
+            t, i = self._offsets
+            if self.window is None or everything:
+                return i > t
+            return ~replace(self.window, sinks=0).far(t, i)  # sinks are not folded in, see `foldable_MK`
+
+        return self.sequences.once(("not far", self.chunk, self.window, everything), make)
 
     def foldable_MK(self, everything: bool) -> Tensor:
         """Which keys enter far sums: those that the memory does not hold yet; sinks only with `everything`."""

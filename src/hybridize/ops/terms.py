@@ -54,8 +54,7 @@ def near_terms(
     q_MGXD = (grid.lay_queries(q_PHD).to(dtype) * scale).unflatten(1, (k_PGD.shape[1], -1)).flatten(2, 3)
     score_MGXK = q_MGXD @ k_MGKD.transpose(-1, -2)
     score_MGXK = capped(score_MGXK, softcap)
-    hidden = grid.sequences.once(("hidden", grid.chunk, window), lambda: ~grid.near_MCK[:, None, None])
-    score = score_MGXK.unflatten(2, (-1, grid.chunk)).masked_fill(hidden, -torch.inf)
+    score = score_MGXK.unflatten(2, (-1, grid.chunk)).masked_fill(grid.hidden_M11CK, -torch.inf)
     c = score.amax(-1, keepdim=True)
     c = c.masked_fill(c == -torch.inf, 0)
     weight = torch.exp(score - c)
@@ -92,20 +91,14 @@ def far_terms(
         state_MJFV = state_MJFV + torch.cat([memory[0], memory[1][..., None]], -1)[grid.row_M]
     phi_q_MJXF = grid.lay_queries(phi_q_PHF).unflatten(1, (keys, heads // keys)).flatten(2, 3)
     sums_MHCV = (phi_q_MJXF @ state_MJFV).unflatten(2, (-1, grid.chunk)).flatten(1, 2)
-    far_CK = grid.far_CK(everything)
-    if far_CK is not None:
+    if grid.reaches_frame(everything):
         weight_MJXK = phi_q_MJXF @ phi_k_MJKF.transpose(-1, -2)
-        weight = weight_MJXK.unflatten(2, (-1, grid.chunk)).masked_fill(~far_CK, 0)
+        weight = weight_MJXK.unflatten(2, (-1, grid.chunk)).masked_fill(grid.not_far_CK(everything), 0)
         weight_MGXK = weight.flatten(1, 2).unflatten(1, (groups, -1)).flatten(2, 3)
         intra = weight_MGXK @ v1_MGKV
         sums_MHCV = sums_MHCV + intra.unflatten(2, (-1, grid.chunk)).flatten(1, 2)
     num_PHV, den_PH1 = grid.gather(sums_MHCV).split([v_MGKV.shape[-1], 1], dim=-1)
     return Terms(num_PHV, den_PH1.squeeze(-1))
-
-
-def needs_all_keys(grid: Grid, everything: bool) -> bool:
-    """Whether far terms reach into a chunk's own frame, so that features of all its K keys are wanted."""
-    return grid.far_CK(everything) is not None
 
 
 def fold(

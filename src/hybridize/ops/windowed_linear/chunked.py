@@ -17,7 +17,7 @@ from hybridize.ops.linear.state import LinearState, empty_linear
 from hybridize.ops.ring import RingState, advance_ring
 from hybridize.ops.sequences import Sequences
 from hybridize.ops.slabs import in_slabs
-from hybridize.ops.terms import Terms, far_terms, fold, near_terms, needs_all_keys
+from hybridize.ops.terms import Terms, far_terms, fold, near_terms
 from hybridize.ops.types import Result, capped, compute_dtype
 from hybridize.ops.windowed_linear.definition import Definition
 from hybridize.ops.windowed_linear.mix import Branches, combine
@@ -60,7 +60,7 @@ def _forward(
         grid, window, q, k, v, (k_MGKD, v_MGKV), ring, scale=definition.scale, softcap=definition.softcap
     )
     linear_only = definition.ablation.mode == "linear_only"
-    all_keys = needs_all_keys(grid, everything=linear_only)
+    all_keys = grid.reaches_frame(everything=linear_only)
     k_MGXD, v_MGXV = (k_MGKD, v_MGKV) if all_keys else (grid.own(k_MGKD), grid.own(v_MGKV))
     phi_k = map_k(k_MGXD.transpose(1, 2)).transpose(1, 2)
     phi_q = definition.map_q(q)
