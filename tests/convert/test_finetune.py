@@ -189,3 +189,13 @@ def test_bf16_runs_and_keeps_maps_in_float32(teacher, text, tmp_path):
     assert all(tensor.isfinite().all() for tensor in tensors.values())
     model, _ = hybridize.load(run, device="cpu", dtype="bfloat16")
     assert {p.dtype for n, p in model.named_parameters() if ".groups." in n} == {torch.float32}
+
+
+def test_bf16_trains_every_weight_beside_kept_softmax_layers(batch):
+    spec = HybridSpec.model_validate({"all": bench.WINDOWED, "layers": {"0": {"attention": "softmax"}}})
+    model = hybridize_model(tiny_model("llama"), spec)
+    stage = FinetuneStage(model, FinetuneStep.model_validate({"tokens": 1, "full": True}), [], autocast=True)
+    stage.step(batch, 1 / stage.count(batch))
+    assert all(
+        p.grad is not None and p.grad.isfinite().all() for p in stage.parameters().values() if p.requires_grad
+    )

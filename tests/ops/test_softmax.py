@@ -200,3 +200,17 @@ def test_bad_input_is_refused():
         op.forward(x.q[:, :, :3], x.k, x.v)
     with pytest.raises(ValueError, match="the sequences hold 4 tokens; the tensors hold 1 x 5"):
         run(x, None, sequences=Sequences([4], shape=(1, 5)))
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+@pytest.mark.parametrize("name", WINDOWS)
+def test_q_and_k_wider_than_v_as_autocast_gives_them(name, grouped):
+    x = inputs(2, 3 * W + 5, heads=4, groups=2 if grouped else 4)
+    o = op.forward(x.q, x.k, x.v.bfloat16(), WINDOWS[name]).o
+    assert o.dtype == torch.bfloat16
+    torch.testing.assert_close(o.float(), run(x, WINDOWS[name]).o, rtol=0, atol=4e-2)
+    state = op.forward(
+        x.q[:, :-1], x.k[:, :-1], x.v[:, :-1].bfloat16(), WINDOWS[name], return_state=True
+    ).state
+    step = op.step(x.q[:, -1:], x.k[:, -1:], x.v[:, -1:].bfloat16(), WINDOWS[name], state=state).o
+    torch.testing.assert_close(step[:, 0], o[:, -1], rtol=0, atol=4e-2)

@@ -147,7 +147,11 @@ def _visible(t_NT: Tensor, keys: int) -> Tensor:
 
 
 def _fused(q_NTHD: Tensor, k_NSGD: Tensor, v_NSGV: Tensor, scale: float, **masking: Any) -> Tensor:
-    """torch's fused attention. On CUDA K and V are expanded to all heads, since only some of its kernels group heads."""
+    """torch's fused attention, in v's dtype: under autocast float32 rotations leave q and k wider than v.
+
+    On CUDA K and V are expanded to all heads, since only some of its kernels group heads.
+    """
+    q_NTHD, k_NSGD = q_NTHD.to(v_NSGV.dtype), k_NSGD.to(v_NSGV.dtype)
     grouped = q_NTHD.shape[2] != k_NSGD.shape[2]
     if grouped and q_NTHD.is_cuda:
         repeat = q_NTHD.shape[2] // k_NSGD.shape[2]
