@@ -31,7 +31,13 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 
 
 def in_a_fresh_process(code: str, *arguments: object) -> str:
-    environment = {"PYTHONPATH": f"{ROOT / 'src'}", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PATH": ""}
+    threads = str(torch.get_num_threads())  # the same bits need the same order of sums
+    environment = {
+        "PYTHONPATH": f"{ROOT / 'src'}",
+        "OMP_NUM_THREADS": threads,
+        "HF_HUB_OFFLINE": "1",
+        "PATH": "",
+    }
     done = subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)],
         capture_output=True,

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hybridize.ops.rearrange import rearrange
 from hybridize.ops.ring import stack_sources
 from hybridize.ops.sequences import Sequences
 from hybridize.windows import Window
@@ -96,7 +97,7 @@ class Grid:
 
     def lay_queries(self, x_PHD: Tensor) -> Tensor:
         """`[M, H, C, D]` of the call's tokens."""
-        laid = x_PHD if self.identity else stack_sources(x_PHD, None).index_select(0, self._query_source)
+        laid = x_PHD if self.identity else rearrange(x_PHD, self._query_source, self._token_P)
         return laid.unflatten(0, (self.chunks, self.chunk)).transpose(1, 2)
 
     def lay_keys(self, x_PGD: Tensor, ring_NRGD: Tensor | None = None) -> Tensor:
@@ -115,7 +116,7 @@ class Grid:
     def gather(self, x_MHCV: Tensor) -> Tensor:
         """Back to tokens: `[P, H, ...]`."""
         flat = x_MHCV.transpose(1, 2).flatten(0, 1)
-        return flat if self.identity else flat.index_select(0, self._token_P)
+        return flat if self.identity else rearrange(flat, self._token_P, self._query_source)
 
     @cached_property
     def _token_P(self) -> Tensor:

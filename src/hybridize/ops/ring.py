@@ -52,8 +52,8 @@ def sink_keys(
     shape = (len(sequences), window.sinks)
     if ring is None:
         ring = empty_ring(window, len(sequences), k_PGD, v_PGV)
-    k = stack_sources(k_PGD, ring.sink_k_NsGD)[index].unflatten(0, shape)
-    v = stack_sources(v_PGV, ring.sink_v_NsGV)[index].unflatten(0, shape)
+    k = stack_sources(k_PGD, ring.sink_k_NsGD).index_select(0, index).unflatten(0, shape)
+    v = stack_sources(v_PGV, ring.sink_v_NsGV).index_select(0, index).unflatten(0, shape)
     return k, v
 
 
@@ -69,7 +69,7 @@ def advance_ring(
     if window.ring:
         index = sequences.ring_index(window.ring)
         shape = (len(sequences), window.ring)
-        k = stack_sources(k_PGD, k)[index].unflatten(0, shape)
-        v = stack_sources(v_PGV, v)[index].unflatten(0, shape)
+        k = stack_sources(k_PGD, k).index_select(0, index).unflatten(0, shape)
+        v = stack_sources(v_PGV, v).index_select(0, index).unflatten(0, shape)
     lengths = ring.lengths_N + sequences.tensor("lengths")
     return RingState(lengths_N=lengths, k_NRGD=k, v_NRGV=v, sink_k_NsGD=sink_k, sink_v_NsGV=sink_v)

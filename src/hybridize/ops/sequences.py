@@ -154,11 +154,11 @@ class Sequences:
 
         return self.once("padded", make)
 
-    def buckets(self, ratio: int) -> tuple[list[Tensor], Tensor]:
-        """Sequences in groups whose lengths differ at most by `ratio`: `[n, T]` indices, right-padded with P; and [P] where
-        each token lies in the concatenated, flattened groups."""
+    def buckets(self, ratio: int) -> tuple[list[tuple[int, int]], Tensor, Tensor]:
+        """Sequences in groups whose lengths differ at most by `ratio`, right-padded: the groups' shapes (n, T); for every
+        slot of the flattened, concatenated groups its token, P for padding; and [P] the slot of each token."""
 
-        def make() -> tuple[list[Tensor], Tensor]:
+        def make() -> tuple[list[tuple[int, int]], Tensor, Tensor]:
             lengths = self.array("lengths")
             size = np.where(lengths > 0, np.log(np.maximum(lengths, 1)) // np.log(ratio), -1)
             groups = [np.flatnonzero(size == value) for value in np.unique(size[size >= 0])]
@@ -166,7 +166,7 @@ class Sequences:
             back = np.empty(self.total + 1, dtype=np.int64)
             flat = np.concatenate([index.reshape(-1) for index in indices])
             back[flat] = np.arange(len(flat))
-            return [self.move(index) for index in indices], self.move(back[:-1])
+            return [index.shape for index in indices], self.move(flat), self.move(back[:-1])
 
         return self.once(("buckets", ratio), make)
 

@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from hybridize.ops.grid import get_grid
+from hybridize.ops.rearrange import rearrange
 from hybridize.ops.ring import RingState, advance_ring
 from hybridize.ops.sequences import Sequences
 from hybridize.ops.softmax.state import KVState, append
@@ -89,14 +90,17 @@ def _fresh(
         o, lse = _attend(q, k, v, None, scale, softcap, return_lse)
         return o.flatten(0, 1), lse.flatten(0, 1) if lse is not None else None
     outputs, lses = [], []
-    indices, back = sequences.buckets(RATIO[q.device.type == "cuda"])
-    for index_NT in indices:
-        x_q, x_k, x_v = (torch.cat([x, x.new_zeros(1, *x.shape[1:])])[index_NT] for x in (q, k, v))
+    shapes, index_S, back_P = sequences.buckets(RATIO[q.device.type == "cuda"])
+    sizes = [rows * length for rows, length in shapes]
+    split = [rearrange(x, index_S, back_P).split(sizes) for x in (q, k, v)]
+    for shape, *group in zip(shapes, *split, strict=True):
+        x_q, x_k, x_v = (x.unflatten(0, shape) for x in group)
         o, lse = _attend(x_q, x_k, x_v, None, scale, softcap, return_lse)
         outputs.append(o.flatten(0, 1))
         if lse is not None:
             lses.append(lse.flatten(0, 1))
-    return torch.cat(outputs)[back], torch.cat(lses)[back] if lses else None
+    o, lse = torch.cat(outputs), torch.cat(lses) if lses else None
+    return rearrange(o, back_P, index_S), rearrange(lse, back_P, index_S) if lse is not None else None
 
 
 def _continued(
@@ -104,10 +108,10 @@ def _continued(
 ) -> tuple[Tensor, Tensor | None]:
     """Queries after a state: rows right-padded to one length, positions decide what each query sees."""
     if sequences.is_dense:
-        q_NTHD, back = q.unflatten(0, sequences.shape), None
+        q_NTHD, places = q.unflatten(0, sequences.shape), None
     else:
-        index_NT, back = sequences.padded()
-        q_NTHD = torch.cat([q, q.new_zeros(1, *q.shape[1:])])[index_NT]
+        index_NT, back_P = places = sequences.padded()
+        q_NTHD = rearrange(q, index_NT.flatten(), back_P).unflatten(0, index_NT.shape)
     t_NT = sequences.tensor("starts")[:, None] + torch.arange(q_NTHD.shape[1], device=q.device)
     everything = sequences.is_step and all(start + 1 == held.k_NSGD.shape[1] for start in sequences.starts)
     if everything and softcap is None and not return_lse:
@@ -115,8 +119,9 @@ def _continued(
     else:
         o, lse = _attend(q_NTHD, held.k_NSGD, held.v_NSGV, t_NT, scale, softcap, return_lse)
     o, lse = o.flatten(0, 1), lse.flatten(0, 1) if lse is not None else None
-    if back is not None:
-        o, lse = o[back], lse[back] if lse is not None else None
+    if places is not None:
+        index_S, back_P = places[0].flatten(), places[1]
+        o, lse = rearrange(o, back_P, index_S), rearrange(lse, back_P, index_S) if lse is not None else None
     return o, lse
 
 

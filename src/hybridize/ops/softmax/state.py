@@ -38,6 +38,6 @@ def append(state: KVState | None, sequences: Sequences, k_PGD: Tensor, v_PGV: Te
 
     def merge(old_NSGD: Tensor, new_PGD: Tensor) -> Tensor:
         zero = new_PGD.new_zeros(1, *new_PGD.shape[1:])
-        return torch.cat([new_PGD, old_NSGD.flatten(0, 1), zero])[index].unflatten(0, shape)
+        return torch.cat([new_PGD, old_NSGD.flatten(0, 1), zero]).index_select(0, index).unflatten(0, shape)
 
     return KVState(lengths_N=lengths, k_NSGD=merge(state.k_NSGD, k_PGD), v_NSGV=merge(state.v_NSGV, v_PGV))
