@@ -85,8 +85,20 @@ def run(job: Job, out: Path) -> dict[str, Any]:
             }
             for name, outcome in outcomes.items()
         },
-        "milestones": json.loads(measured.read_text()) if measured.is_file() else [],
+        "milestones": [without_rows(entry) for entry in json.loads(measured.read_text())]
+        if measured.is_file()
+        else [],
     }
+
+
+def without_rows(milestone: dict[str, Any]) -> dict[str, Any]:
+    """A milestone without the sums of every row of text, which only comparisons inside a run need."""
+    texts = milestone["perplexity"]
+    keep = {
+        name: {k: v for k, v in values.items() if k not in ("row_nll_sums", "row_tokens")}
+        for name, values in texts.items()
+    }
+    return {**milestone, "perplexity": keep}
 
 
 def machine() -> dict[str, Any]:
