@@ -344,7 +344,7 @@ class _Run:
             self.save()
         restored = "final"
         if self.config.keep_best and self.done.best_step not in (None, self.done.step):
-            best = checkpoint.load(checkpoint.best_path(self.checkpoints, self.done.best_step or 0))
+            best = self._load_best()
             self._set_parameters(best.tensors, best.path)
             restored = "best"
         self.logs.close()
@@ -364,6 +364,15 @@ class _Run:
         with atomic_write(self.folder / "result.json", "w") as file:
             json.dump(dataclasses.asdict(result), file, indent=1)
         return result
+
+    def _load_best(self) -> checkpoint.Checkpoint:
+        try:
+            return checkpoint.load(checkpoint.best_path(self.checkpoints, self.done.best_step or 0))
+        except checkpoint.CorruptCheckpointError as error:
+            raise checkpoint.CorruptCheckpointError(
+                f"{error}, and it holds the best parameters: remove {self.checkpoints} to train the stage again, or "
+                "switch keep_best off to end with the last ones"
+            ) from error
 
     def _clock(self, *, busy: bool) -> None:
         now = time.monotonic()
