@@ -192,3 +192,87 @@ def test_a_cache_does_not_cross_into_another_mode():
         cache = getattr(model(ids_BT), CACHE)
     with pytest.raises(ValueError, match="override"):
         model(ids_BT[:, :1], **{CACHE: cache})
+
+
+@torch.no_grad()
+def test_where_confines_a_removal_to_queries_heads_and_layers():
+    model, ids_BT = hybrid("sliding"), tokens(2, LONGEST)
+    whole = logits(model, ids_BT)
+    with model.override("softmax_only"):
+        removed = logits(model, ids_BT)
+    heads = model.shapes[0].heads
+    nothing = torch.zeros(1, 1, heads, dtype=torch.bool)
+    for where, expected in ((nothing, whole), (~nothing, removed)):
+        with model.override("softmax_only", where=where):
+            assert torch.equal(logits(model, ids_BT), expected)
+    rows = torch.tensor([True, False])[:, None, None]
+    with model.override("softmax_only", where=rows):
+        mixed = logits(model, ids_BT)
+    torch.testing.assert_close(mixed[0], removed[0], **TOLERANCE)
+    torch.testing.assert_close(mixed[1], whole[1], **TOLERANCE)
+    one = nothing.clone()
+    one[..., 1] = True
+    with model.override("softmax_only", layers=[1], where=one):
+        single = logits(model, ids_BT)
+        assert (
+            model.effective_spec["override"] | {"mode": "softmax_only", "layers": [1]}
+            == model.effective_spec["override"]
+        )
+    assert (single - whole).abs().amax() > 1e-5 and (single - removed).abs().amax() > 1e-4
+    with model.override("softmax_only", where=[nothing, ~nothing, *[nothing] * (len(model.mixers) - 2)]):
+        by_layer = logits(model, ids_BT)
+    with model.override("softmax_only", layers=[1]):
+        torch.testing.assert_close(by_layer, logits(model, ids_BT))
+    with pytest.raises(ValueError, match="layers is"), model.override("softmax_only", layers=[99]):
+        pass
+
+
+@torch.no_grad()
+def test_queries_without_far_keys_can_be_left_alone():
+    model, ids_BT = hybrid("sliding"), tokens(2, LONGEST)
+    first = model.spec.layers[0].groups[0].window.first_far_position
+    whole = logits(model, ids_BT)
+    everywhere = torch.ones(1, 1, 1, dtype=torch.bool)
+    with model.override("far_only", where=everywhere, keep_empty=True):
+        kept = logits(model, ids_BT)
+    with model.override("far_only"):
+        dropped = logits(model, ids_BT)
+    torch.testing.assert_close(kept[:, :first], whole[:, :first], rtol=0, atol=0)
+    assert (dropped[:, :first] - whole[:, :first]).abs().amax() > 1e-3
+    assert (kept[:, first:] - whole[:, first:]).abs().amax() > 1e-3
+
+
+@torch.no_grad()
+def test_a_window_resized_for_a_while_equals_a_spec_with_that_window():
+    model, ids_BT = hybrid("sliding"), tokens(2, LONGEST)
+    whole = logits(model, ids_BT)
+    with model.override(window_size=W // 2):
+        resized = logits(model, ids_BT)
+        assert model.effective_spec["override"]["window_sizes"] == [W // 2]
+    torch.testing.assert_close(logits(model, ids_BT), whole, rtol=0, atol=0)
+    plain = model.spec.model_dump(mode="json")
+    for layer in plain["layers"]:
+        for group in layer["groups"]:
+            group["window"]["size"] = W // 2
+    before = model.state_dict()
+    model.respec(type(model.spec).model_validate(plain))
+    torch.testing.assert_close(logits(model, ids_BT), resized, rtol=0, atol=0)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert model.config.spec == model.spec
+
+
+@torch.no_grad()
+def test_a_linear_model_gains_a_window_by_a_change_of_spec():
+    model, ids_BT = hybrid("linear"), tokens(2, LONGEST)
+    maps = {name: value.clone() for name, value in model.state_dict().items()}
+    plain = model.spec.model_dump(mode="json")
+    for layer in plain["layers"]:
+        for group in layer["groups"]:
+            group |= {"attention": "windowed_linear", "window": {"kind": "sliding", "size": W}}
+            group["normalizer"] = {"kind": "separate", "gate": 0.5}
+    model.respec(type(model.spec).model_validate(plain))
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in maps.items())
+    with model.override("linear_only", "renormalize"):
+        linear = logits(model, ids_BT)
+    torch.testing.assert_close(linear, logits(hybrid("linear"), ids_BT), **TOLERANCE)
+    assert (logits(model, ids_BT) - linear).abs().amax() > 1e-3

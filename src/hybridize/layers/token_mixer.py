@@ -8,7 +8,7 @@ Legend: B rows, T tokens, E width, H query heads, G KV heads, D head dim, V valu
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, cast
 
 import torch
@@ -71,11 +71,17 @@ class Call:
 
 @dataclass(frozen=True)
 class Effective:
-    """A temporary change of what layers compute (DESIGN D12): ablations at evaluation."""
+    """A temporary change of what a layer computes: ablations at evaluation (DESIGN D12), dropped windows in training (D11).
+
+    `where` (bool, broadcast to `[B, T, H]`) confines a mode to some queries and heads of the groups that have both
+    branches; with `keep_empty` queries without a far key are left alone.
+    """
 
     mode: Mode = "hybrid"
     removal: Removal = "zero"
     scope: Scope = "mixed"
+    where: Tensor | None = field(default=None, compare=False)
+    keep_empty: bool = False
 
 
 Intercept = Callable[["TokenMixer", Tensor, Tensor, Tensor, Sequences], Tensor]
@@ -91,11 +97,21 @@ class TokenMixer(nn.Module):
         super().__init__()
         for name, child in attention.named_children():
             self.add_module(name, child)
-        self.family, self.shape, self.spec = family, shape, spec
+        self.family, self.shape = family, shape
         self.effective = Effective()
         self.intercept: Intercept | None = None
+        self._build(spec)
+        whole = GroupShape(
+            shape.layer, shape.heads, shape.kv_heads, shape.head_dim, shape.scale, shape.softcap, shape.window
+        )
+        self._sinks_only = SoftmaxMixer(GroupSpec(attention="softmax", heads=shape.heads), whole)
+        self._sinks_only.window = Window("sliding", 0, sinks=SINKS_ONLY)
+
+    def _build(self, spec: LayerSpec) -> None:
+        shape = self.shape
         per_kv = shape.heads // shape.kv_heads
         _check_heads([int(group.heads) for group in spec.groups], shape, per_kv)
+        self.spec = spec
         self.groups = nn.ModuleList()
         self.slices: list[tuple[slice, slice]] = []
         head = 0
@@ -107,11 +123,21 @@ class TokenMixer(nn.Module):
             self.groups.append(build_mixer(group, group_shape))
             self.slices.append((slice(head, head + count), slice(head // per_kv, (head + count) // per_kv)))
             head += count
-        whole = GroupShape(
-            shape.layer, shape.heads, shape.kv_heads, shape.head_dim, shape.scale, shape.softcap, shape.window
-        )
-        self._sinks_only = SoftmaxMixer(GroupSpec(attention="softmax", heads=shape.heads), whole)
-        self._sinks_only.window = Window("sliding", 0, sinks=SINKS_ONLY)
+
+    def respec(self, spec: LayerSpec) -> None:
+        """Compute `spec` from now on. Parameters that keep their name and shape keep their values; new ones start as new."""
+        if spec == self.spec:
+            return
+        before = self.groups.state_dict()
+        device = next(self.parameters()).device
+        self._build(spec)
+        self.groups.to(device)
+        now = self.groups.state_dict()
+        kept = {
+            name: value for name, value in before.items() if name in now and now[name].shape == value.shape
+        }
+        self.groups.load_state_dict(kept, strict=False)
+        self.groups.requires_grad_(False).train(self.training)
 
     @property
     def mixers(self) -> list[Mixer]:
@@ -159,7 +185,7 @@ class TokenMixer(nn.Module):
         outputs = []
         for index, (group, (heads, kv_heads)) in enumerate(zip(self.mixers, self.slices, strict=True)):
             q, k, v = q_BTHD[:, :, heads], k_BTGD[:, :, kv_heads], v_BTGV[:, :, kv_heads]
-            mixer, ablation = self._ablated(group)
+            mixer, ablation = self._ablated(group, heads)
             if mixer is None:
                 outputs.append(q.new_zeros(*q.shape[:3], v.shape[-1]))
                 continue
@@ -195,15 +221,19 @@ class TokenMixer(nn.Module):
     def _silent(self) -> bool:
         return self.effective.mode == "none" and self._touched()
 
-    def _ablated(self, group: Mixer) -> tuple[Mixer | None, Ablation]:
+    def _ablated(self, group: Mixer, heads: slice) -> tuple[Mixer | None, Ablation]:
         """The mixer that runs in place of `group` (None: its output is zero) and the ablation inside it."""
-        mode = self.effective.mode
+        mode, where = self.effective.mode, self.effective.where
         if not self._touched() or mode == "none":
             return group, HYBRID
         if mode == "sinks_only":
             return (self._sinks_only, HYBRID) if group.near else (None, HYBRID)
         if group.near and group.far:
-            return group, Ablation(mode, self.effective.removal)
+            if where is not None and where.shape[-1] > 1:
+                where = where[..., heads]
+            return group, Ablation(mode, self.effective.removal, where, self.effective.keep_empty)
+        if where is not None:
+            return group, HYBRID
         kept = group.near if mode == "softmax_only" else group.far
         return (group, HYBRID) if kept else (None, HYBRID)
 

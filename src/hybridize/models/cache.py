@@ -40,12 +40,11 @@ class HybridCache:
         self.states = [[None] * count for count in self._groups]
         self.columns = 0
         self.lengths: list[int] | None = None
-        self.effective: Effective | None = (
-            None  # what filled it: states of one override mean nothing to another
-        )
+        # what filled it, layer by layer: states of one override mean nothing to another
+        self.effective: list[Effective] | None = None
 
     def advance(
-        self, states: list[list[State | None]], columns: int, lengths: list[int], effective: Effective
+        self, states: list[list[State | None]], columns: int, lengths: list[int], effective: list[Effective]
     ) -> None:
         """Take a finished call's states, its columns and each row's total of real tokens. A call that failed leaves
         the cache as it was."""

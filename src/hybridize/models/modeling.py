@@ -9,8 +9,6 @@ Legend: B rows, T tokens, E width, V vocabulary.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,14 +18,14 @@ from transformers import AttentionInterface, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hybridize import losses
-from hybridize.layers.token_mixer import Call, Effective, Intercept, Mode, Scope, TokenMixer
+from hybridize.layers.token_mixer import Call, TokenMixer
 from hybridize.mixers.feature_map import FeatureMapWeights
 from hybridize.mixers.windowed_linear import MixWeights
 from hybridize.models.cache import HybridCache
 from hybridize.models.configuration import STUB, HybridConfig
 from hybridize.models.families import base_architecture, get_family
+from hybridize.models.interventions import Interventions
 from hybridize.models.layout import SequenceLayout, build_layout
-from hybridize.ops.types import Removal
 
 CACHE = "cache" if "cache" in inspect.signature(CausalLMOutputWithPast).parameters else "past_key_values"
 """transformers' name of the cache argument: `cache` since 5.24, `past_key_values` before."""
@@ -48,7 +46,7 @@ def _refuse(*args: Any, **kwargs: Any) -> None:
 AttentionInterface.register(ATTENTION, _refuse)
 
 
-class HybridForCausalLM(PreTrainedModel, GenerationMixin):
+class HybridForCausalLM(Interventions, PreTrainedModel, GenerationMixin):
     """A causal language model with hybrid attention; see `HybridConfig.spec` for what each layer computes."""
 
     config_class = HybridConfig
@@ -193,7 +191,7 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
         )
         if cache is not None and states is not None:
             ends = [a + b for a, b in zip(layout.sequences.starts, layout.sequences.lengths, strict=True)]
-            cache.advance(states, layout.shape[1], ends, self.mixers[0].effective)
+            cache.advance(states, layout.shape[1], ends, [mixer.effective for mixer in self.mixers])
         all_states = self._leave_all(layout, outputs.hidden_states) if output_hidden_states else None
         return layout.leave(outputs.last_hidden_state), all_states
 
@@ -203,10 +201,12 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError(
                 f"the cache has {[len(layer) for layer in cache.states]} states by layer; this model needs {groups}, see new_cache()"
             )
-        effective = self.mixers[0].effective
-        if cache.effective not in (None, effective):
+        effective = [mixer.effective for mixer in self.mixers]
+        if cache.effective is not None and cache.effective != effective:
+            layer = next(i for i, (a, b) in enumerate(zip(cache.effective, effective, strict=True)) if a != b)
             raise ValueError(
-                f"the cache was filled under {cache.effective}, this call computes {effective}; start a new cache inside each override"
+                f"the cache was filled under {cache.effective[layer]}, this call computes {effective[layer]} in layer {layer}; "
+                "start a new cache inside each override"
             )
         if self.training and any(
             getattr(module, "gradient_checkpointing", False) for module in self.modules()
@@ -307,58 +307,6 @@ class HybridForCausalLM(PreTrainedModel, GenerationMixin):
             )
         model_kwargs[CACHE] = self.new_cache()
 
-    @contextmanager
-    def override(
-        self, mode: Mode = "hybrid", removal: Removal = "zero", scope: Scope = "mixed"
-    ) -> Iterator[HybridForCausalLM]:
-        """Temporarily compute something else (DESIGN D12): an ablated model, the same weights.
-
-        `mode` names what stays, `removal` whether coefficients stay (`zero`) or are renormalised, `scope` whether
-        only layers with both branches are touched (`mixed`) or `all`. Do not mix caches across overrides.
-        """
-        _check_choice(
-            "mode", mode, ("hybrid", "softmax_only", "far_only", "linear_only", "sinks_only", "none")
-        )
-        _check_choice("removal", removal, ("zero", "renormalize"))
-        _check_choice("scope", scope, ("mixed", "all"))
-        before = [mixer.effective for mixer in self.mixers]
-        for mixer in self.mixers:
-            mixer.effective = Effective(mode, removal, scope)
-        try:
-            yield self
-        finally:
-            for mixer, effective in zip(self.mixers, before, strict=True):
-                mixer.effective = effective
-
-    @property
-    def effective_spec(self) -> dict[str, Any]:
-        """What the model computes right now: the resolved spec and the override in force, for artefacts."""
-        effective = self.mixers[0].effective
-        override = {"mode": effective.mode, "removal": effective.removal, "scope": effective.scope}
-        return {"spec": self.spec.model_dump(mode="json"), "override": override}
-
-    @contextmanager
-    def intercepted(self, intercept: Intercept) -> Iterator[HybridForCausalLM]:
-        """`intercept(mixer, q, k, v, sequences) -> o` runs in place of every layer's attention."""
-        for mixer in self.mixers:
-            mixer.intercept = intercept
-        try:
-            yield self
-        finally:
-            for mixer in self.mixers:
-                mixer.intercept = None
-
-    @property
-    def _intercepted(self) -> bool:
-        return any(mixer.intercept is not None for mixer in self.mixers)
-
-    def as_teacher(self) -> Any:
-        """Context in which every layer computes the softmax attention it replaced: the teacher, from one set of weights.
-
-        Nothing is cached inside: `generate` needs `use_cache=False`.
-        """
-        return self.intercepted(lambda mixer, q, k, v, sequences: mixer.teacher(q, k, v, sequences))
-
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:  # type: ignore[override]
         """Safetensors, `config.json` with the resolved spec, and the stub for `trust_remote_code=True`."""
         super().save_pretrained(save_directory, **kwargs)
@@ -388,8 +336,3 @@ def _check_loaded(source: str, info: dict[str, Any]) -> None:
             raise ValueError(
                 f"checkpoint {source!r} {words} {entries[0]} ({len(entries)} in all); take the folder as it was saved"
             )
-
-
-def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} is {value!r}; allowed are {', '.join(map(repr, allowed))}")

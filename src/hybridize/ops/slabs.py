@@ -7,7 +7,7 @@ arithmetic: in one piece a token costs 3.2 times as much at T = 16,384 as at T =
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,33 +19,32 @@ from hybridize.ops.types import Result
 SLAB = 2048
 """Tokens of all rows in a slab."""
 
-Forward = Callable[[Tensor, Tensor, Tensor, Sequences, Any, bool], Result]
-"""(q, k, v, sequences, state, return_state) -> Result"""
+Forward = Callable[..., Result]
+"""(*tensors, sequences, state, return_state) -> Result"""
 
 
 def in_slabs(
     forward: Forward,
-    q_BTHD: Tensor,
-    k_BTGD: Tensor,
-    v_BTGV: Tensor,
+    tensors: Sequence[Tensor],
     sequences: Sequences,
     state: Any,
     return_state: bool,
     chunk: int,
 ) -> Result:
-    """`forward` over slabs that hold whole chunks of `chunk` tokens; in one piece where that is short enough."""
+    """`forward` over slabs of the `[B, T, ...]` tensors that hold whole chunks of `chunk` tokens; in one piece where that is
+    short enough."""
     rows, length = sequences.shape
     tokens = max(SLAB // rows // chunk, 1) * chunk
-    if q_BTHD.device.type != "cpu" or not sequences.is_dense or length <= tokens:
-        return forward(q_BTHD, k_BTGD, v_BTGV, sequences, state, return_state)
+    if tensors[0].device.type != "cpu" or not sequences.is_dense or length <= tokens:
+        return forward(*tensors, sequences, state, return_state)
     results = []
     begin = 0
     # split, not slices: the backward of a slice fills a whole row with zeros
-    for q, k, v in zip(*(x.split(tokens, 1) for x in (q_BTHD, k_BTGD, v_BTGV)), strict=True):
+    for pieces in zip(*(x.split(tokens, 1) for x in tensors), strict=True):
         starts = [start + begin for start in sequences.starts]
-        slab = Sequences.dense(rows, q.shape[1], starts, q.device)
-        begin += q.shape[1]
-        result = forward(q, k, v, slab, state, return_state or begin < length)
+        slab = Sequences.dense(rows, pieces[0].shape[1], starts, pieces[0].device)
+        begin += pieces[0].shape[1]
+        result = forward(*pieces, slab, state, return_state or begin < length)
         state = result.state
         results.append(result)
     aux = {name: torch.cat([result.aux[name] for result in results], 1) for name in results[0].aux}

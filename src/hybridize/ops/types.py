@@ -28,10 +28,16 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True)
 class Ablation:
-    """Which branch is removed (DESIGN D12) and how: `zero` keeps every coefficient, `renormalize` drops the term."""
+    """Which branch is removed (DESIGN D12) and how: `zero` keeps every coefficient, `renormalize` drops the term.
+
+    `where` (bool, broadcast to `[B, T, H]`) confines the removal to some queries and heads; with `keep_empty` a query that
+    has no far key is left alone even there (DESIGN D11). Kept states never depend on an ablation of their own layer.
+    """
 
     mode: Mode = "hybrid"
     removal: Removal = "zero"
+    where: Tensor | None = field(default=None, compare=False)
+    keep_empty: bool = False
 
 
 HYBRID = Ablation()

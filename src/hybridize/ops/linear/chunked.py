@@ -28,7 +28,7 @@ def forward(
     return_state: bool,
 ) -> Result:
     run = partial(_forward, map_q, map_k)
-    return in_slabs(run, q_BTHD, k_BTGD, v_BTGV, sequences, state, return_state, CHUNK)
+    return in_slabs(run, (q_BTHD, k_BTGD, v_BTGV), sequences, state, return_state, CHUNK)
 
 
 def _forward(

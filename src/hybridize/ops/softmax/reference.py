@@ -65,10 +65,10 @@ def forward(
 def _weights(
     q_THD: Tensor, k_SGD: Tensor, near_TS: Tensor, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Softmax weights `[H, T, S]` (rows without keys are 0) and lse `[H, T]`."""
+    """Softmax weights `[H, T, S]` (rows without keys are 0) and lse `[H, T]`; all may have leading dimensions."""
     dtype = compute_dtype(q_THD)
-    k_HSD = k_SGD.to(dtype).transpose(0, 1).repeat_interleave(q_THD.shape[1] // k_SGD.shape[1], 0)
-    score = scale * (q_THD.to(dtype).transpose(0, 1) @ k_HSD.transpose(-1, -2))
+    k_HSD = k_SGD.to(dtype).transpose(-3, -2).repeat_interleave(q_THD.shape[-2] // k_SGD.shape[-2], -3)
+    score = (scale * q_THD.to(dtype)).transpose(-3, -2) @ k_HSD.transpose(-1, -2)
     score = capped(score, softcap)
     score = score.masked_fill(~near_TS, -torch.inf)
     lse = score.logsumexp(-1)
@@ -84,6 +84,4 @@ def coefficients(
     i_S = torch.arange(k_BTGD.shape[1], device=q_BTHD.device)
     t_Q1 = torch.arange(q_BTHD.shape[1], device=q_BTHD.device)[rows][:, None]
     near = i_S <= t_Q1 if window is None else window.near(t_Q1, i_S)
-    return torch.stack(
-        [_weights(q, k, near, scale, softcap)[0] for q, k in zip(q_BTHD[:, rows], k_BTGD, strict=True)]
-    )
+    return _weights(q_BTHD[:, rows], k_BTGD, near, scale, softcap)[0]

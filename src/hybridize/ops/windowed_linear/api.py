@@ -42,8 +42,8 @@ def forward(
     """Softmax over the near keys and linear attention over the far ones, from raw q, k (after RoPE) and the maps.
 
     `scale` multiplies q.k in the softmax only (default D^-1/2); `softcap` bounds its scores. Returns `o_BTHV` in v's
-    dtype; with `return_state` the state after the last token; with `return_aux` the masses `near_den`, `far_den` and the
-    subtracted maximum `shift`, `[B, T, H]` each. Raises ValueError for shapes or choices that do not fit.
+    dtype; with `return_state` the state after the last token; with `return_aux` the masses `near_den`, `far_den`, the
+    subtracted maximum `shift` and the weights' `far_share`, `[B, T, H]` each. Raises ValueError for shapes or choices that do not fit.
     """
     check_qkv(q_BTHD, k_BTGD, v_BTGV)
     check_maps(q_BTHD, k_BTGD, map_q, map_k)

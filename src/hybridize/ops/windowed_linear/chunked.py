@@ -20,7 +20,7 @@ from hybridize.ops.slabs import in_slabs
 from hybridize.ops.terms import Terms, far_terms, fold, near_terms
 from hybridize.ops.types import Result, capped, compute_dtype
 from hybridize.ops.windowed_linear.definition import Definition
-from hybridize.ops.windowed_linear.mix import Branches, combine
+from hybridize.ops.windowed_linear.mix import Branches, combine, far_share
 from hybridize.ops.windowed_linear.state import WindowedLinearState
 from hybridize.windows import Window
 
@@ -35,13 +35,18 @@ def forward(
     return_state: bool,
     return_aux: bool,
 ) -> Result:
+    where_BTH = definition.where(q_BTHD)
     run = partial(_forward, definition, return_aux)
-    return in_slabs(run, q_BTHD, k_BTGD, v_BTGV, sequences, state, return_state, definition.window.chunk())
+    if where_BTH is None:
+        run = partial(run, None)
+    tensors = [where_BTH, q_BTHD, k_BTGD, v_BTGV] if where_BTH is not None else [q_BTHD, k_BTGD, v_BTGV]
+    return in_slabs(run, tensors, sequences, state, return_state, definition.window.chunk())
 
 
 def _forward(
     definition: Definition,
     return_aux: bool,
+    where_BTH: Tensor | None,
     q_BTHD: Tensor,
     k_BTGD: Tensor,
     v_BTGV: Tensor,
@@ -71,10 +76,13 @@ def _forward(
         all_memory = _with_sinks(far, ring, map_k, window, sequences) if far and ring else memory
         everything = far_terms(grid, phi_q, phi_k, v_MGXV, all_memory, everything=True)
     branches = _branches(near, far_sums, everything, grid.has_far_P)
-    o = combine(branches, definition.mix, definition.ablation).to(v_BTGV.dtype).unflatten(0, q_BTHD.shape[:2])
+    where_PH = where_BTH.flatten(0, 1) if where_BTH is not None else None
+    o = combine(branches, definition.mix, definition.ablation, where_PH)
+    o = o.to(v_BTGV.dtype).unflatten(0, q_BTHD.shape[:2])
     aux = {}
     if return_aux:
         pieces = {"near_den": near.den_PH, "far_den": far_sums.den_PH, "shift": branches.shift}
+        pieces["far_share"] = far_share(branches, definition.mix)
         aux = {name: value.unflatten(0, q_BTHD.shape[:2]) for name, value in pieces.items()}
     if not return_state:
         return Result(o, None, aux)
@@ -162,7 +170,9 @@ def step(
             memory = (memory[0] + held[0] + sinks[0], memory[1] + held[1] + sinks[1])
         everything = _read(phi_q, *memory)
     branches = _branches(near, _read(phi_q, *far.memory), everything, window.has_far(t_N))
-    o = combine(branches, definition.mix, definition.ablation).to(v.dtype)[:, None]
+    where_BTH = definition.where(q)
+    where_NH = where_BTH[:, 0] if where_BTH is not None else None
+    o = combine(branches, definition.mix, definition.ablation, where_NH).to(v.dtype)[:, None]
     lengths = t_N + sequences.tensor("lengths")
     return Result(o, WindowedLinearState(lengths_N=lengths, ring=ring, far=far))
 

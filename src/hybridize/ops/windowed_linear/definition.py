@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from hybridize.ops.feature_map import FeatureMap
 from hybridize.ops.types import Ablation
 from hybridize.ops.windowed_linear.mix import Mix
@@ -21,3 +23,8 @@ class Definition:
     scale: float
     softcap: float | None
     ablation: Ablation
+
+    def where(self, q_BTHD: Tensor) -> Tensor | None:
+        """Queries and heads that the ablation concerns, `[B, T, H]`; None: all."""
+        where = self.ablation.where
+        return where.to(q_BTHD.device).expand(q_BTHD.shape[:3]) if where is not None else None

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hybridize.ops.types import EPSILON, Ablation, guarded
+from hybridize.ops.types import EPSILON, HYBRID, Ablation, guarded
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,22 @@ class Branches:
     all_den: Tensor | None = None
 
 
-def combine(branches: Branches, mix: Mix, ablation: Ablation) -> Tensor:
-    """The output `[*, H, V]`."""
+def combine(branches: Branches, mix: Mix, ablation: Ablation, where: Tensor | None = None) -> Tensor:
+    """The output `[*, H, V]`; where `where` (bool `[*, H]`) is false nothing is removed."""
+    o = _combine(branches, mix, ablation)
+    if where is None or ablation.mode == "hybrid":
+        return o
+    if ablation.keep_empty:
+        where = where & branches.has_far[..., None]
+    return torch.where(where[..., None], o, _combine(branches, mix, HYBRID))
+
+
+def far_share(branches: Branches, mix: Mix) -> Tensor:
+    """The share of the weights that lies on far keys, `[*, H]` in 0..1: the sum of their coefficients."""
+    return near_and_far_scales(branches, mix)[1] * branches.far_den
+
+
+def _combine(branches: Branches, mix: Mix, ablation: Ablation) -> Tensor:
     if isinstance(mix, SharedMix):
         return _shared(branches, mix, ablation)
     return _separate(branches, mix, ablation)

@@ -14,7 +14,7 @@ from hybridize.ops.ring import advance_ring, empty_ring
 from hybridize.ops.sequences import Sequences
 from hybridize.ops.types import Result, capped, compute_dtype
 from hybridize.ops.windowed_linear.definition import Definition
-from hybridize.ops.windowed_linear.mix import Branches, combine, near_and_far_scales
+from hybridize.ops.windowed_linear.mix import Branches, combine, far_share, near_and_far_scales
 from hybridize.ops.windowed_linear.state import WindowedLinearState
 
 
@@ -36,7 +36,9 @@ def forward(
     far = (
         state.far if state else empty_linear(rows, map_k.heads, map_k.features, v.shape[-1], dtype, q.device)
     )
-    outputs, branches_list, S, z = [], [], [], []
+    where_BTH = definition.where(q_BTHD)
+    where_PH = where_BTH.flatten(0, 1) if where_BTH is not None else None
+    outputs, shares, branches_list, S, z = [], [], [], [], []
     for n, (begin, length) in enumerate(zip(sequences.bounds, sequences.lengths, strict=False)):
         start = sequences.starts[n]
         piece = slice(begin, begin + length)
@@ -50,7 +52,9 @@ def forward(
         v_SGV = torch.cat([ring.sink_v_NsGV[n][early], ring.v_NRGV[n][slot], v[piece]]).to(dtype)
         t_T1 = torch.arange(start, start + length, device=q.device)[:, None]
         branches = _branches(q[piece], k_SGD, v_SGV, i_S, t_T1, definition, far, n)
-        outputs.append(combine(branches, definition.mix, definition.ablation))
+        where = where_PH[piece] if where_PH is not None else None
+        outputs.append(combine(branches, definition.mix, definition.ablation, where))
+        shares.append(far_share(branches, definition.mix))
         branches_list.append(branches)
         end = start + length
         leaves = (i_S < window.kept_from(end)) & (i_S >= window.sinks)
@@ -67,6 +71,7 @@ def forward(
             aux[name] = torch.cat([getattr(entry, name) for entry in branches_list]).unflatten(
                 0, q_BTHD.shape[:2]
             )
+        aux["far_share"] = torch.cat(shares).unflatten(0, q_BTHD.shape[:2])
     if not return_state:
         return Result(o, None, aux)
     lengths = far.lengths_N + sequences.tensor("lengths")
@@ -118,11 +123,11 @@ def _branches(
 def near_weights(
     q_THD: Tensor, k_SGD: Tensor, near_TS: Tensor, definition: Definition
 ) -> tuple[Tensor, Tensor]:
-    """e^(s - c) `[H, T, S]`, zero where not near, and c `[H, T]`."""
+    """e^(s - c) `[H, T, S]`, zero where not near, and c `[H, T]`; all may have leading dimensions."""
     dtype = compute_dtype(q_THD)
-    heads = q_THD.shape[1]
-    k_HSD = k_SGD.to(dtype).transpose(0, 1).repeat_interleave(heads // k_SGD.shape[1], 0)
-    score = definition.scale * (q_THD.to(dtype).transpose(0, 1) @ k_HSD.transpose(-1, -2))
+    repeat = q_THD.shape[-2] // k_SGD.shape[-2]
+    k_HSD = k_SGD.to(dtype).transpose(-3, -2).repeat_interleave(repeat, -3)
+    score = (definition.scale * q_THD.to(dtype)).transpose(-3, -2) @ k_HSD.transpose(-1, -2)
     score = capped(score, definition.softcap)
     score = score.masked_fill(~near_TS, -torch.inf)
     shift = score.amax(-1) if score.shape[-1] else score.sum(-1)
@@ -131,9 +136,9 @@ def near_weights(
 
 
 def far_products(q_THD: Tensor, k_SGD: Tensor, map_q: FeatureMap, map_k: FeatureMap) -> Tensor:
-    """phi(q) phi(k) `[H, T, S]`, no mask."""
-    phi_q, phi_k = map_q(q_THD).transpose(0, 1), map_k(k_SGD).transpose(0, 1)
-    return phi_q @ phi_k.repeat_interleave(phi_q.shape[0] // phi_k.shape[0], 0).transpose(-1, -2)
+    """phi(q) phi(k) `[H, T, S]`, no mask; all may have leading dimensions."""
+    phi_q, phi_k = map_q(q_THD).transpose(-3, -2), map_k(k_SGD).transpose(-3, -2)
+    return phi_q @ phi_k.repeat_interleave(phi_q.shape[-3] // phi_k.shape[-3], -3).transpose(-1, -2)
 
 
 def coefficients(
@@ -147,19 +152,17 @@ def coefficients(
     i_S = torch.arange(k_BTGD.shape[1], device=q_BTHD.device)
     t_Q1 = torch.arange(q_BTHD.shape[1], device=q_BTHD.device)[rows][:, None]
     near, far = window.near(t_Q1, i_S), window.far(t_Q1, i_S)
-    weights = []
-    for q_THD, k_SGD in zip(q_BTHD[:, rows], k_BTGD, strict=True):
-        weight, shift = near_weights(q_THD, k_SGD, near, definition)
-        product = far_products(q_THD, k_SGD, definition.map_q, definition.map_k) * far
-        nothing = weight.new_zeros(0)
-        branches = Branches(
-            near_num=nothing,
-            near_den=weight.sum(-1).T,
-            shift=shift.T,
-            far_num=nothing,
-            far_den=product.sum(-1).T,
-            has_far=window.has_far(t_Q1[:, 0]),
-        )
-        near_scale, far_scale = near_and_far_scales(branches, definition.mix)
-        weights.append(weight * near_scale.T[..., None] + product * far_scale.T[..., None])
-    return torch.stack(weights)
+    weight, shift = near_weights(q_BTHD[:, rows], k_BTGD, near, definition)
+    product = far_products(q_BTHD[:, rows], k_BTGD, definition.map_q, definition.map_k) * far
+    nothing = weight.new_zeros(0)
+    branches = Branches(
+        near_num=nothing,
+        near_den=weight.sum(-1).transpose(1, 2),
+        shift=shift.transpose(1, 2),
+        far_num=nothing,
+        far_den=product.sum(-1).transpose(1, 2),
+        has_far=window.has_far(t_Q1[:, 0]),
+    )
+    scales_BQH = near_and_far_scales(branches, definition.mix)
+    near_scale, far_scale = (scale.transpose(1, 2)[..., None] for scale in scales_BQH)
+    return weight * near_scale + product * far_scale
