@@ -61,7 +61,7 @@ def test_yaml_written_from_a_recipe_reads_back_the_same(tmp_path):
 
 def test_published_hyperparameters_of_8b():
     recipe = load_recipe("lolcats-llama3-8b")
-    (group,) = recipe.groups
+    (group,) = recipe.spec.all.groups
     assert (group.window.kind, group.window.size, group.feature_map.features) == ("terraced", 64, 128)
     assert group.normalizer.gamma == 0.1
     transfer, finetune = recipe.steps
@@ -120,10 +120,10 @@ steps:
     assert any(problem.startswith("steps[0].transfer.tokens: write a whole count") for problem in found)
 
 
-@pytest.mark.parametrize("step", ["select", "distill", "long_context", "pretrain", "edit"])
+@pytest.mark.parametrize("step", ["select", "distill", "long_context", "pretrain"])
 def test_steps_of_other_systems_are_unknown(tmp_path, step):
     (problem,) = problems(tmp_path, one_step(f"{step}: {{tokens: 1M}}"))
-    assert problem == f"steps[0].{step}: unknown step; allowed are finetune, transfer"
+    assert problem == f"steps[0].{step}: unknown step; allowed are edit, finetune, transfer"
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_overrides_by_path_and_by_step(tmp_path):
         ],
     )
     assert recipe.steps[0].tokens == 1_000_000 and recipe.steps[1].lora.rank == 4
-    assert recipe.groups[0].window.size == 32 and recipe.data.source == "a.txt" and recipe.seed == 7
+    assert recipe.spec.all.groups[0].window.size == 32 and recipe.data.source == "a.txt" and recipe.seed == 7
     assert load_recipe("demo", {"transfer.lr": 0.5}).steps[0].lr == 0.5
 
 
@@ -286,6 +286,6 @@ def test_copy_never_overwrites(tmp_path):
 def test_json_schema_names_the_steps_as_yaml_writes_them():
     schema = json_schema()
     entry = schema["$defs"]["StepEntry"]
-    assert set(entry["properties"]) == {"transfer", "finetune"} and entry["additionalProperties"] is False
+    assert set(entry["properties"]) == {"transfer", "finetune", "edit"} and entry["additionalProperties"] is False
     assert schema["additionalProperties"] is False
     json.dumps(schema)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 
 from hybridize import losses
+from hybridize.convert.window_dropout import Dropper
 from hybridize.data.batching import Batch
 from hybridize.models.modeling import HybridForCausalLM
 from hybridize.recipe import FinetuneStep, Lora
@@ -41,6 +43,8 @@ class FinetuneStage:
             if ".groups." in name:
                 parameter.requires_grad_(step.train_maps)
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.dropper = Dropper(model, step.window_dropout) if step.window_dropout is not None else None
+        self.gain_rows = step.gain_rows if any(mixer.mixed for mixer in model.mixers) else 0
         self.checkpointing = step.activation_checkpointing
         if self.checkpointing:
             _switch(model, "enable")({"use_reentrant": False})
@@ -52,35 +56,77 @@ class FinetuneStage:
         return losses.count_targets(batch.labels_BT)
 
     def on_boundary(self, k: int) -> None:
-        """Epochs change nothing here."""
+        """Epoch k's window and drop probability, where they are scheduled."""
+        if self.dropper is not None:
+            self.dropper.begin(k)
 
     def step(self, batch: Batch, scale: float) -> StepResult:
         self.model.train()
-        loss, _ = self._loss(batch)
-        (loss * scale).backward()
+        # the backward pass is inside: activation checkpointing computes layers again there
+        with self.dropper.training(batch) if self.dropper is not None else nullcontext():
+            loss, _ = self._loss(batch)
+            (loss * scale).backward()
         return StepResult(loss.detach(), self.count(batch), {})
 
     @torch.no_grad()
     def validate(self) -> dict[str, float]:
+        """Loss on the validation rows and, with `gain_rows`, the linear gain on the first of them: the loss without the
+        linear branch less the loss with it, on tokens whose query has a far key; `linear_gain_renormalized` likewise, the
+        window's weights then summing to 1. Nothing is dropped."""
         self.model.eval()
         total, tokens = 0.0, 0
+        with self.dropper.evaluation() if self.dropper is not None else nullcontext():
+            for batch in self.validation:
+                loss, count = self._loss(batch)
+                total, tokens = total + loss.item(), tokens + int(count)
+            gains = self._gains()
+        return {"loss": total / max(tokens, 1), **gains}
+
+    def _gains(self) -> dict[str, float]:
+        batches, rows = [], 0
         for batch in self.validation:
-            loss, count = self._loss(batch)
-            total, tokens = total + loss.item(), tokens + int(count)
-        return {"loss": total / max(tokens, 1)}
+            if rows < self.gain_rows:
+                batches.append(batch.first(self.gain_rows - rows))
+                rows += len(batches[-1].input_ids_BT)
+        if not batches:
+            return {}
+        whole = self._far_loss(batches)
+        gains = {}
+        for name, removal in (("linear_gain", "zero"), ("linear_gain_renormalized", "renormalize")):
+            with self.model.override("softmax_only", removal):  # type: ignore[arg-type]
+                gains[name] = self._far_loss(batches) - whole
+        return gains
+
+    def _far_loss(self, batches: list[Batch]) -> float:
+        """Mean loss of the tokens whose query has a far key in some layer; 0 where there is none."""
+        first = self.model.first_far_position
+        assert first is not None
+        total, tokens = 0.0, 0
+        for batch in batches:
+            with torch.autocast(self.model.device.type, dtype=torch.bfloat16, enabled=self.autocast):
+                hidden_BTE = self._hidden(batch)
+                nll_BT = losses.token_nll(
+                    hidden_BTE, self.model.lm_head, batch.labels_BT, softcap=self.model.final_softcap
+                )
+            counts_BT = (losses.shift(batch.labels_BT) != losses.IGNORE) & (batch.position_ids_BT >= first)
+            total += nll_BT.cpu()[counts_BT].sum().item()
+            tokens += int(counts_BT.sum())
+        return total / max(tokens, 1)
 
     def _loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        device = self.model.device
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.autocast):
-            hidden_BTE, _ = self.model.hidden_states(
-                batch.input_ids_BT.to(device), position_ids=batch.position_ids_BT
-            )
+        with torch.autocast(self.model.device.type, dtype=torch.bfloat16, enabled=self.autocast):
             return losses.next_token_ce(
-                hidden_BTE, self.model.lm_head, batch.labels_BT, softcap=self.model.final_softcap
+                self._hidden(batch), self.model.lm_head, batch.labels_BT, softcap=self.model.final_softcap
             )
 
+    def _hidden(self, batch: Batch) -> Tensor:
+        ids_BT = batch.input_ids_BT.to(self.model.device)
+        return self.model.hidden_states(ids_BT, position_ids=batch.position_ids_BT)[0]
+
     def finish(self) -> None:
-        """Leave the model ready to run."""
+        """Leave the model ready to run, with the window that it was last trained with."""
+        if self.dropper is not None:
+            self.dropper.settle()
         if self.checkpointing:
             _switch(self.model, "disable")()
         self.model.eval().requires_grad_(False)

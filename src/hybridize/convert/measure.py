@@ -123,7 +123,11 @@ class Milestones:
             for index, step in enumerate(recipe.steps)
         }
         done = {name: outcome for name, outcome in outcomes.items() if outcome is not None}
-        units = {f"{index}-{step.kind}": _unit(step) for index, step in enumerate(recipe.steps)}
+        units = {
+            f"{index}-{step.kind}": _unit(step)
+            for index, step in enumerate(recipe.steps)
+            if isinstance(step, TrainingStep)
+        }
         results: dict[str, Any] = {
             "version": 1,
             "title": f"{identity['model']['name']} by {recipe.name}",

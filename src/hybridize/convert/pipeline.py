@@ -7,6 +7,7 @@ last checkpoint. A changed model, recipe or data is refused.
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,18 +16,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hybridize.atomic import atomic_folder, atomic_write, full_disk_explained, sha256_file
+from hybridize.atomic import atomic_folder, atomic_write, full_disk_explained
 from hybridize.convert.calibrate import calibrate_mass
-from hybridize.convert.finetune import FinetuneStage, attach_adapter, merge
+from hybridize.convert.finetune import FinetuneStage, merge
 from hybridize.convert.measure import Milestones
+from hybridize.convert.outcome import reapply, store
 from hybridize.convert.run_folder import RunFolder, read_json, write_json
 from hybridize.convert.status import Say, status
 from hybridize.convert.transfer import TransferStage
 from hybridize.data import PackedRows, build_rows, check_tokenizer
 from hybridize.data.batching import Batch, batches, make_batch
+from hybridize.extend.window import with_window
 from hybridize.models.configuration import HybridConfig
 from hybridize.models.families import notes
 from hybridize.models.modeling import HybridForCausalLM
@@ -38,7 +40,7 @@ from hybridize.models.teacher import (
     load_tokenizer,
     resolve_model,
 )
-from hybridize.recipe import Constant, Cosine, FinetuneStep, Recipe, TrainingStep, TransferStep
+from hybridize.recipe import Constant, Cosine, EditStep, FinetuneStep, Recipe, TrainingStep, TransferStep
 from hybridize.train import TrainConfig, optim, train
 from hybridize.train.process import seed_all
 
@@ -49,7 +51,6 @@ log = logging.getLogger(__name__)
 
 CALIBRATION_ROWS = 4
 
-TRAINED, ADAPTER = "trained.safetensors", "adapter"
 SAVE_EVERY_S = 60.0
 """Seconds of training between checkpoints."""
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -165,7 +166,7 @@ class _Conversion:
         """From the teacher (whose modules become the student's) to the saved student after step `last`."""
         self.milestones.measure("teacher", "teacher", teacher)
         model = hybridize_model(teacher, self.recipe.spec)
-        calibrate_mass(model, make_batch(self.rows, range(min(CALIBRATION_ROWS, len(self.rows)))))
+        self._calibrate(model)
         if any(layer.has_linear for layer in model.spec.layers):
             self.milestones.measure("swapped", "stage", model)
         adapted: PeftModel | None = None
@@ -173,10 +174,13 @@ class _Conversion:
             if adapted is not None:
                 model, adapted = merge(adapted), None
             folder = self.folder.step(index, step.kind)
-            if read_json(folder / "outcome.json") is None:
+            if isinstance(step, EditStep):
+                model.respec(with_window(model.spec, step.window, step.normalizer))
+                self._calibrate(model)
+            elif read_json(folder / "outcome.json") is None:
                 adapted = self._train(model, step, index, folder)
             else:
-                adapted = _reapply(model, step, folder)
+                adapted = reapply(model, step, folder)
             if (
                 adapted is not None
                 and isinstance(step, FinetuneStep)
@@ -187,6 +191,9 @@ class _Conversion:
             model.eval().requires_grad_(False)
             self.milestones.measure(_after(self.recipe, index), "stage", model)
         self._save(model, adapted, last)
+
+    def _calibrate(self, model: HybridForCausalLM) -> None:
+        calibrate_mass(model, make_batch(self.rows, range(min(CALIBRATION_ROWS, len(self.rows)))))
 
     def _train(
         self, model: HybridForCausalLM, step: TrainingStep, index: int, folder: Path
@@ -216,7 +223,7 @@ class _Conversion:
             stage.finish()
         adapted = stage.adapted if isinstance(stage, FinetuneStage) else None
         outcome = {**asdict(result), "device": _device_name(model.device)}
-        write_json(folder / "outcome.json", {**outcome, "files": _store(folder, model, stage, adapted)})
+        write_json(folder / "outcome.json", {**outcome, "files": store(folder, model, stage, adapted)})
         return adapted
 
     def _batches(self, step: TrainingStep, start: int) -> Iterator[Batch]:
@@ -248,58 +255,10 @@ class _Conversion:
         write_json(self.folder.student, {"after_step": step})
 
 
-def _store(
-    folder: Path, model: HybridForCausalLM, stage: TransferStage | FinetuneStage, adapted: PeftModel | None
-) -> dict[str, str]:
-    """Write what the step trained, so that it can be re-applied without training; gives the files' checksums."""
-    files = []
-    with full_disk_explained(folder):
-        model.config.save_pretrained(folder)
-        if adapted is not None:
-            with atomic_folder(folder / ADAPTER) as fresh:
-                adapted.save_pretrained(str(fresh))
-            files += sorted((folder / ADAPTER).iterdir())
-        tensors = {
-            name: parameter.detach().contiguous().cpu()
-            for name, parameter in stage.parameters().items()
-            if "lora_" not in name
-        }
-        if tensors:
-            save_file(tensors, folder / TRAINED)
-            files.append(folder / TRAINED)
-    return {file.relative_to(folder).as_posix(): sha256_file(file) for file in files}
-
-
-def _reapply(model: HybridForCausalLM, step: TrainingStep, folder: Path) -> PeftModel | None:
-    """Put a finished step's outcome into the model again.
-
-    Raises ValueError for a file that is missing, damaged or does not fit.
-    """
-    path = folder / "outcome.json"
-    remedy = f"remove {path} and run the same command again: the step's last checkpoint gives it anew"
-    outcome = read_json(path)
-    files = outcome.get("files") if isinstance(outcome, dict) else None
-    if files is None:
-        raise ValueError(f"{path} names no files; {remedy}")
-    for name, checksum in files.items():
-        if not (folder / name).is_file() or sha256_file(folder / name) != checksum:
-            raise ValueError(f"{folder / name} is missing or damaged; {remedy}")
-    if TRAINED in files:
-        if isinstance(step, FinetuneStep) and step.full:
-            model.float()
-        parameters = dict(model.named_parameters())
-        tensors = load_file(folder / TRAINED)
-        if strange := set(tensors) - set(parameters):
-            raise ValueError(f"{folder / TRAINED} holds {min(strange)}, which the model has not; {remedy}")
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                parameters[name].copy_(tensor)
-    return attach_adapter(model, folder / ADAPTER) if (folder / ADAPTER).is_dir() else None
-
-
 def _train_config(step: TrainingStep, recipe: Recipe, rows: PackedRows, index: int) -> TrainConfig:
     steps = step.optimizer_steps(recipe.data.length, rows.tokens_available)
     assert steps is not None
+    stopping = step.early_stopping if isinstance(step, FinetuneStep) else None
     rate: optim.Schedule
     match step.rate:
         case Cosine(cosine=(highest, lowest), warmup=warmup):
@@ -319,14 +278,27 @@ def _train_config(step: TrainingStep, recipe: Recipe, rows: PackedRows, index: i
         clip=step.clip,
         eval_every=step.eval_every,
         keep_best=step.keep_best,
+        epoch_steps=_epoch_steps(step, recipe, rows),
+        patience=stopping.patience if stopping else None,
+        guard="linear_gain" if stopping and stopping.min_gain > 0 else None,
+        guard_share=stopping.min_gain if stopping and stopping.min_gain > 0 else None,
         save_every_s=SAVE_EVERY_S,
         seed=_seed(recipe, index),
     )
 
 
+def _epoch_steps(step: TrainingStep, recipe: Recipe, rows: PackedRows) -> int | None:
+    """Optimizer steps of an epoch where a schedule counts in epochs; None elsewhere."""
+    dropout = step.window_dropout if isinstance(step, FinetuneStep) else None
+    if dropout is None:
+        return None
+    tokens = dropout.epoch or rows.tokens_available
+    return max(1, math.ceil(tokens / (step.batch.rows * recipe.data.length)))
+
+
 def _corpus_tokens(recipe: Recipe) -> int | None:
     """How much training text the steps need; None (all there is) where one counts in epochs."""
-    budgets = [step.tokens for step in recipe.steps]
+    budgets = [step.tokens for step in recipe.training_steps]
     if any(tokens is None for tokens in budgets):
         return None
     return max((tokens for tokens in budgets if tokens is not None), default=recipe.data.length)
@@ -334,9 +306,9 @@ def _corpus_tokens(recipe: Recipe) -> int | None:
 
 def _held_out(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, say: Say) -> PackedRows | None:
     """The validation text of the steps, which decides their schedules and best checkpoints; None where none trains."""
-    if not recipe.steps:
+    if not recipe.training_steps:
         return None
-    most = max(step.validation_rows for step in recipe.steps)
+    most = max(step.validation_rows for step in recipe.training_steps)
     return build_rows(recipe.data, tokenizer, "validation", most * recipe.data.length, progress=say)
 
 
@@ -346,14 +318,16 @@ def _epoch_notes(recipe: Recipe, rows: PackedRows) -> list[str]:
         f"steps[{index}].{step.kind}: {step.tokens:,} tokens are {rows.epochs(step.tokens):.3g} epochs "
         f"of the {rows.tokens_available:,} tokens that {recipe.data.source} has"
         for index, step in enumerate(recipe.steps)
-        if step.tokens is not None and step.tokens > max(rows.tokens_available, recipe.data.length)
+        if isinstance(step, TrainingStep)
+        and step.tokens is not None
+        and step.tokens > max(rows.tokens_available, recipe.data.length)
     ]
 
 
 def _far_notes(recipe: Recipe, rows: PackedRows) -> list[str]:
     """How much of the text has a far key. Raises ValueError where none has: the linear branch would never train."""
     first = recipe.first_far_position
-    if not recipe.steps or not first:
+    if not recipe.training_steps or not first:
         return []
     share = rows.share_from(first)
     if share == 0:

@@ -3,13 +3,16 @@
 Teacher-forced: each layer passes the teacher's output on, so a layer's loss depends on its own new parameters alone and
 its backward runs at once; the memory held is one layer's.
 
-Legend: B rows, T tokens, P tokens of all rows, H query heads, D head dim, V value dim, L layers.
+Legend: B rows, T tokens, P tokens of all rows, N sequences, n sequences of a tile, Q queries, S keys, H query heads, G KV heads,
+D head dim, V value dim, L layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -24,8 +27,10 @@ from hybridize.ops.sequences import Sequences
 from hybridize.recipe import Objective, TransferStep
 from hybridize.train import StepResult
 
-TILE = 128
-"""Queries of a tile of the weight cross-entropy."""
+QUERIES = 256
+"""Most queries of a tile of the weight cross-entropy: its last query's keys are computed for all of them."""
+BUDGET = {False: 2**22, True: 2**25}
+"""Elements of a tile, on CUDA (True) and elsewhere."""
 PARTS = {"maps": ("map_q.", "map_k."), "mix": ("mix.",)}
 
 
@@ -137,6 +142,54 @@ class TransferStage:
         return group.attend(*qkv, sequences)[0]
 
 
+@dataclass(frozen=True)
+class Tile:
+    """Queries `first` .. `last` - 1 of n sequences, given by where they begin in the flat tokens and their lengths `[n, 1]`.
+
+    Its keys are the positions before `last`. A position past a sequence's end holds its last token: no query before the
+    end sees it, and queries past the end do not count.
+    """
+
+    begin_n1: Tensor
+    length_n1: Tensor
+    first: int
+    last: int
+
+    def lay(self, x_PHD: Tensor) -> Tensor:
+        """`[n, last, H, D]`."""
+        position = torch.arange(self.last, device=x_PHD.device)
+        index = self.begin_n1 + torch.minimum(position, self.length_n1 - 1)
+        return x_PHD.index_select(0, index.flatten()).unflatten(0, index.shape)
+
+    def counted(self) -> Tensor:
+        """`[n, 1, Q]`: which queries are tokens."""
+        return (torch.arange(self.first, self.last, device=self.length_n1.device) < self.length_n1)[:, None]
+
+
+def cut(sequences: Sequences, heads: int, budget: int) -> list[Tile]:
+    """All queries in tiles `[n, heads, Q, S]` of at most `budget` elements, or of one query where that has more.
+
+    Longest sequences first, so that a tile's sequences have about the same length and those that are over drop out.
+    """
+    lengths = sequences.array("lengths")
+    order = np.argsort(-lengths, kind="stable")
+    lengths = lengths[order]
+    begin_N1 = sequences.move(np.asarray(sequences.bounds)[order, None])
+    length_N1 = sequences.move(lengths[:, None])
+    longest = int(lengths.max(initial=0))
+    tiles, first = [], 0
+    while first < longest:
+        queries = min(QUERIES, max(1, budget // (heads * min(first + QUERIES, longest))))
+        n, alive = 0, int((lengths > first).sum())
+        while n < alive:
+            last = min(first + queries, int(lengths[n]))
+            end = min(n + max(1, budget // (heads * (last - first) * last)), alive)
+            tiles.append(Tile(begin_N1[n:end], length_N1[n:end], first, last))
+            n = end
+        first += queries
+    return tiles
+
+
 def weight_cross_entropy(
     mixer: TokenMixer,
     group: Mixer,
@@ -145,26 +198,29 @@ def weight_cross_entropy(
     sequences: Sequences,
     objective: Objective,
 ) -> Tensor:
-    """-sum_i A_ti ln A'_ti, mean over heads and queries of all sequences; tile by tile, never `[T, T]` in memory."""
+    """-sum_i A_ti ln A'_ti, mean over heads and queries of all sequences; tile by tile, never `[T, T]` in memory.
+
+    The gradient reaches the group's own parameters; `q` and `k` are constants, as transfer has them.
+    """
     student_weights = group.coefficients
     if objective.against == "linear_only" and isinstance(group, WindowedLinearMixer):
         student_weights = group.linear_coefficients
-    window = mixer.teacher_window
-    q_PHD, k_PGD = q.flatten(0, 1), k.flatten(0, 1)
-    total, rows = q.new_zeros((), dtype=torch.float32), 0
-    for begin, length in zip(sequences.bounds, sequences.lengths, strict=False):
-        q_1THD, k_1TGD = q_PHD[None, begin : begin + length], k_PGD[None, begin : begin + length]
+    window, scale, softcap = mixer.teacher_window, mixer.shape.scale, mixer.shape.softcap
+    q_PHD, k_PGD = q.detach().flatten(0, 1), k.detach().flatten(0, 1)
+    heads, budget = group.shape.heads, BUDGET[q.is_cuda]
+    tiles = sequences.once(("tiles", heads, budget), lambda: cut(sequences, heads, budget))
+    if not tiles:
+        return q.new_zeros((), dtype=torch.float32)
 
-        def teacher(tile: slice, q_1THD: Tensor = q_1THD, k_1TGD: Tensor = k_1TGD) -> Tensor:
-            return softmax.coefficients(
-                q_1THD, k_1TGD, window, scale=mixer.shape.scale, softcap=mixer.shape.softcap, rows=tile
-            )
+    def teacher(tile: Tile) -> Tensor:
+        rows = slice(tile.first, tile.last)
+        return softmax.coefficients(
+            tile.lay(q_PHD), tile.lay(k_PGD), window, scale=scale, softcap=softcap, rows=rows
+        )
 
-        def student(tile: slice, q_1THD: Tensor = q_1THD, k_1TGD: Tensor = k_1TGD) -> Tensor:
-            return student_weights(q_1THD, k_1TGD, tile)
+    def student(tile: Tile) -> Tensor:
+        return student_weights(tile.lay(q_PHD), tile.lay(k_PGD), slice(tile.first, tile.last))
 
-        tiles = [slice(first, min(first + TILE, length)) for first in range(0, length, TILE)]
-        if tiles:
-            total = total + length * losses.tiled_weight_cross_entropy(teacher, student, tiles)[0]
-            rows += length
-    return total / max(rows, 1)
+    learnt = [parameter for parameter in group.parameters() if parameter.requires_grad]
+    total = losses.tiled_weight_cross_entropy(teacher, student, tiles, learnt, counted=Tile.counted)
+    return total / (heads * sequences.total)

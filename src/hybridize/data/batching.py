@@ -37,6 +37,10 @@ class Batch:
         """Number of targets."""
         return int((self.labels_BT != IGNORED).sum())
 
+    def first(self, rows: int) -> Batch:
+        """The first rows alone."""
+        return Batch(self.input_ids_BT[:rows], self.labels_BT[:rows], self.position_ids_BT[:rows])
+
     def to(self, device: str | torch.device) -> Batch:
         return Batch(
             *(tensor.to(device) for tensor in (self.input_ids_BT, self.labels_BT, self.position_ids_BT))

@@ -62,11 +62,21 @@ class Projections(Protocol):
 class Call:
     """What one forward pass of the model hands to its layers: the sequences and, with a cache, the states.
 
-    `states[layer][group]` is read and replaced by the layers; None where nothing is kept.
+    `states[layer][group]` is read and replaced by the layers; None where nothing is kept. `enter` brings a `[B, T, ...]`
+    tensor of the caller into the shape that the layers see (None: the same).
     """
 
     sequences: Sequences
     states: list[list[State | None]] | None = None
+    shape: tuple[int, int] | None = None
+    enter: Callable[[Tensor], Tensor] | None = None
+
+    def lay(self, where: Tensor | None) -> Tensor | None:
+        """A mask that broadcasts to the caller's `[B, T, H]`, in the layers' shape."""
+        if where is None or self.shape is None or self.enter is None or where.shape[:2] == (1, 1):
+            return where
+        device = self.sequences.device
+        return self.enter(where.to(device).expand(*self.shape, where.shape[-1]))
 
 
 @dataclass(frozen=True)
@@ -169,7 +179,7 @@ class TokenMixer(nn.Module):
         if self.intercept is not None:
             return self.family.finish(self, self.intercept(self, q, k, v, sequences)), None
         states = hybrid_call.states[self.shape.layer] if hybrid_call.states is not None else None
-        o = self.attend(q, k, v, sequences, states)
+        o = self.attend(q, k, v, sequences, states, hybrid_call.lay(self.effective.where))
         y = self.family.finish(self, o)
         return (torch.zeros_like(y) if self._silent() else y), None
 
@@ -180,12 +190,13 @@ class TokenMixer(nn.Module):
         v_BTGV: Tensor,
         sequences: Sequences,
         states: list[State | None] | None = None,
+        where: Tensor | None = None,
     ) -> Tensor:
-        """`o_BTHV` of all groups; `states` (one a group) are read and replaced."""
+        """`o_BTHV` of all groups; `states` (one a group) are read and replaced; `where` confines the ablation in force."""
         outputs = []
         for index, (group, (heads, kv_heads)) in enumerate(zip(self.mixers, self.slices, strict=True)):
             q, k, v = q_BTHD[:, :, heads], k_BTGD[:, :, kv_heads], v_BTGV[:, :, kv_heads]
-            mixer, ablation = self._ablated(group, heads)
+            mixer, ablation = self._ablated(group, heads, where)
             if mixer is None:
                 outputs.append(q.new_zeros(*q.shape[:3], v.shape[-1]))
                 continue
@@ -221,9 +232,9 @@ class TokenMixer(nn.Module):
     def _silent(self) -> bool:
         return self.effective.mode == "none" and self._touched()
 
-    def _ablated(self, group: Mixer, heads: slice) -> tuple[Mixer | None, Ablation]:
+    def _ablated(self, group: Mixer, heads: slice, where: Tensor | None) -> tuple[Mixer | None, Ablation]:
         """The mixer that runs in place of `group` (None: its output is zero) and the ablation inside it."""
-        mode, where = self.effective.mode, self.effective.where
+        mode = self.effective.mode
         if not self._touched() or mode == "none":
             return group, HYBRID
         if mode == "sinks_only":

@@ -90,6 +90,13 @@ class Interventions:
         self.config.hybrid_spec = spec.model_dump(mode="json")
 
     @property
+    def first_far_position(self) -> int | None:
+        """The first position with a far key in some layer that has both branches, under the windows in force; None without
+        such a layer."""
+        windows = [cast(Any, group).window for mixer in self.mixers for group in mixer.mixers if _both(group)]
+        return min((window.first_far_position for window in windows), default=None)
+
+    @property
     def effective_spec(self) -> dict[str, Any]:
         """What the model computes right now: the resolved spec, the override in force (the first layer's that has one, and
         which layers share it) and the windows' sizes where these are overridden, for artefacts."""

@@ -180,7 +180,7 @@ class HybridForCausalLM(Interventions, PreTrainedModel, GenerationMixin):
         if cache is not None:
             self._check_cache(cache)
         states = [list(layer) for layer in cache.states] if cache is not None else None
-        call = Call(layout.sequences, states)
+        call = Call(layout.sequences, states, layout.shape, layout.enter)
         outputs = self.model(
             input_ids=layout.enter(input_ids) if input_ids is not None else None,
             inputs_embeds=layout.enter(inputs_embeds) if inputs_embeds is not None else None,

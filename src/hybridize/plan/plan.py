@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from hybridize.models.families import AttentionShape, Family, get_family, notes
 from hybridize.models.teacher import load_base_config, resolve_model
 from hybridize.plan.bytes import FLOAT32, map_parameters, mix_parameters, softmax_spec, state_bytes
-from hybridize.recipe import FinetuneStep, Recipe, TransferStep, load_recipe
-from hybridize.spec import GroupSpec, ResolvedSpec
+from hybridize.recipe import EditStep, FinetuneStep, Recipe, TransferStep, load_recipe
+from hybridize.spec import GroupSpec, HybridSpec, ResolvedSpec
 
 LENGTHS = (1024, 8192, 65536, 131072)
 CACHE_BYTES = 2  # keys and values at decoding, bf16
@@ -121,9 +121,13 @@ def plan_config(config: PretrainedConfig, recipe: Recipe, *, model: str = "model
     family = get_family(config)
     shapes = family.shapes(config)
     first = shapes[0]
-    spec = recipe.spec.resolve(
-        layers=len(shapes), heads=first.heads, kv_heads=first.kv_heads, head_dim=first.head_dim
-    )
+
+    def resolved(spec: HybridSpec) -> ResolvedSpec:
+        return spec.resolve(
+            layers=len(shapes), heads=first.heads, kv_heads=first.kv_heads, head_dim=first.head_dim
+        )
+
+    spec = resolved(recipe.final_spec)
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(config)
     parameters = sum(parameter.numel() for parameter in base.parameters())
@@ -131,9 +135,16 @@ def plan_config(config: PretrainedConfig, recipe: Recipe, *, model: str = "model
     teacher = softmax_spec(shapes)
     stages = tuple(
         _stage(
-            step, recipe, config, spec, shapes, parameters, maps, mix, _lora_parameters(step, family, base)
+            step,
+            recipe,
+            config,
+            resolved(recipe.spec_before(index)),
+            shapes,
+            parameters,
+            _lora_parameters(step, family, base),
         )
-        for step in recipe.steps
+        for index, step in enumerate(recipe.steps)
+        if not isinstance(step, EditStep)
     )
     return Plan(
         model=model,
@@ -169,10 +180,9 @@ def _stage(
     spec: ResolvedSpec,
     shapes: Sequence[AttentionShape],
     parameters: int,
-    maps: int,
-    mix: int,
     lora: int,
 ) -> StagePlan:
+    maps, mix = map_parameters(spec, shapes), mix_parameters(spec)
     if isinstance(step, TransferStep):
         trainable = maps * ("maps" in step.train) + mix * ("mix" in step.train)
         frozen = parameters + maps + mix - trainable

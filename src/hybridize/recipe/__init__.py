@@ -7,27 +7,28 @@ from hybridize.recipe.files import (
     load_recipe,
     recipe_path,
 )
-from hybridize.recipe.schema import (
+from hybridize.recipe.schema import Evaluation, Header, Recipe, RecipeError, json_schema
+from hybridize.recipe.steps import (
     Batch,
     Constant,
     Cosine,
-    Evaluation,
+    EarlyStopping,
+    EditStep,
     FinetuneStep,
-    Header,
     Lora,
     Objective,
     Plateau,
-    Recipe,
-    RecipeError,
     TrainingStep,
     TransferStep,
-    json_schema,
+    WindowDropout,
 )
 
 __all__ = [
     "Batch",
     "Constant",
     "Cosine",
+    "EarlyStopping",
+    "EditStep",
     "Evaluation",
     "FinetuneStep",
     "Header",
@@ -39,6 +40,7 @@ __all__ = [
     "RecipeFile",
     "TrainingStep",
     "TransferStep",
+    "WindowDropout",
     "copy_recipe",
     "json_schema",
     "list_recipes",

@@ -13,7 +13,8 @@ from typing import Any
 import yaml
 
 from hybridize.problems import nearest
-from hybridize.recipe.schema import FinetuneStep, Header, Recipe, RecipeError, TransferStep
+from hybridize.recipe.schema import Header, Recipe, RecipeError
+from hybridize.recipe.steps import FinetuneStep, TransferStep
 
 _STEP_KINDS = (TransferStep.kind, FinetuneStep.kind)
 

@@ -7,30 +7,18 @@ and source.
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Self
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import (
-    BeforeValidator,
-    Discriminator,
-    Field,
-    PlainSerializer,
-    PlainValidator,
-    PrivateAttr,
-    Tag,
-    ValidationError,
-    model_validator,
-)
+from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
 from hybridize.data.spec import DataSpec
+from hybridize.extend.window import with_window
 from hybridize.problems import describe
+from hybridize.recipe.steps import EditStep, FinetuneStep, Step, TrainingStep, TransferStep
 from hybridize.spec import Frozen, GroupSpec, HybridSpec, SeparateNormalizer, first_far_position
-
-_COUNT_UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 class RecipeError(ValueError):
@@ -40,232 +28,6 @@ class RecipeError(ValueError):
         self.source = source
         self.problems = problems
         super().__init__(f"{source}: " + "; ".join(problems))
-
-
-def parse_count(value: Any) -> Any:
-    """`20M`, `1.5B`, `4_000` or a plain number as an integer count of tokens."""
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise ValueError(f"write a count such as 20M or 1.5B, not {value!r}")
-    match = re.fullmatch(r"\s*(\d[\d_]*(?:\.\d+)?)\s*([KMBT]?)\s*", str(value), flags=re.IGNORECASE)
-    count = float(match[1]) * _COUNT_UNITS[match[2].upper()] if match else 0.0
-    if count < 1 or count != int(count):
-        raise ValueError(f"write a whole count of at least 1, such as 20M or 1.5B, not {value!r}")
-    return int(count)
-
-
-Tokens = Annotated[int, BeforeValidator(parse_count, json_schema_input_type=int | str)]
-
-
-class Cosine(Frozen):
-    """A learning rate that falls from `cosine[0]` to `cosine[1]`, after `warmup` optimizer steps of linear growth."""
-
-    cosine: tuple[float, float]
-    warmup: int = Field(default=0, ge=0)
-
-    @model_validator(mode="after")
-    def _falls(self) -> Self:
-        if not self.cosine[0] >= self.cosine[1] >= 0 or self.cosine[0] == 0:
-            raise ValueError(f"is {list(self.cosine)}; write [highest, lowest], both positive")
-        return self
-
-
-class Plateau(Frozen):
-    """Multiply the rate by `factor` after `patience` evaluations without a better validation loss (LoLCATs, App. A)."""
-
-    kind: Literal["plateau"] = "plateau"
-    factor: float = Field(default=0.1, gt=0, lt=1)
-    patience: int = Field(default=10, ge=0)
-    min_lr: float = Field(default=1e-5, ge=0)
-
-
-class Constant(Frozen):
-    kind: Literal["constant"] = "constant"
-
-
-def _rate_kind(value: Any) -> str:
-    return "mapping" if isinstance(value, Mapping | Cosine) else "number"
-
-
-LearningRate = Annotated[
-    Annotated[float, Field(gt=0), Tag("number")] | Annotated[Cosine, Tag("mapping")],
-    Discriminator(_rate_kind),
-]
-
-
-class Batch(Frozen):
-    """`rows` sequences an optimizer step, `micro` of them a forward (all of them by default)."""
-
-    rows: int = Field(default=8, ge=1)
-    micro: int | None = Field(default=None, ge=1)
-
-    @model_validator(mode="after")
-    def _divides(self) -> Self:
-        if self.rows % self.micro_rows:
-            raise ValueError(f"micro is {self.micro}; it must divide rows, {self.rows}")
-        return self
-
-    @property
-    def micro_rows(self) -> int:
-        return self.micro or self.rows
-
-    @property
-    def accumulation(self) -> int:
-        """Forwards an optimizer step."""
-        return self.rows // self.micro_rows
-
-
-class TrainingStep(Frozen):
-    """What every training stage shares: its length and how AdamW runs."""
-
-    kind: ClassVar[str]
-
-    tokens: Tokens | None = None
-    epochs: float | None = Field(default=None, gt=0)
-    lr: LearningRate
-    schedule: Annotated[Plateau | Constant, Field(discriminator="kind")] | None = None
-    batch: Batch = Batch()
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
-    weight_decay: float = Field(default=0.0, ge=0)
-    clip: float | None = Field(default=1.0, gt=0)
-    eval_every: int = Field(default=100, ge=1)
-    validation_rows: int = Field(default=200, ge=1)
-    activation_checkpointing: bool = False
-    keep_best: bool = True
-
-    @model_validator(mode="after")
-    def _one_length(self) -> Self:
-        if (self.tokens is None) == (self.epochs is None):
-            raise ValueError("needs a length: either tokens, such as 20M, or epochs")
-        if self.schedule is not None and isinstance(self.lr, Cosine):
-            raise ValueError("schedule: the cosine of lr is the schedule already; leave schedule out")
-        return self
-
-    @property
-    def rate(self) -> Cosine | Plateau | Constant:
-        """How the learning rate moves: lr's cosine, else `schedule`, else a plateau with the paper's values."""
-        return self.lr if isinstance(self.lr, Cosine) else self.schedule or Plateau()
-
-    @property
-    def max_lr(self) -> float:
-        return self.lr.cosine[0] if isinstance(self.lr, Cosine) else self.lr
-
-    def optimizer_steps(self, length: int, corpus_tokens: int | None = None) -> int | None:
-        """Optimizer steps on rows of `length` tokens; None for a length in epochs of a corpus of unknown size."""
-        tokens = self.tokens
-        if self.epochs is not None and corpus_tokens is not None:
-            tokens = math.ceil(self.epochs * corpus_tokens)
-        return None if tokens is None else max(1, math.ceil(tokens / (self.batch.rows * length)))
-
-
-class Objective(Frozen):
-    """Weights of the transfer losses. A term that is not named is 0; with none named it is the paper's output MSE.
-
-    `against` names the student's output or weights that are compared: the whole mixture, or the linear branch alone.
-    """
-
-    output_mse: float = Field(default=0.0, ge=0)
-    weight_ce: float = Field(default=0.0, ge=0)
-    against: Literal["hybrid", "linear_only"] = "hybrid"
-
-    @model_validator(mode="before")
-    @classmethod
-    def _paper_default(cls, value: Any) -> Any:
-        if isinstance(value, Mapping) and not {"output_mse", "weight_ce"} & set(value):
-            return {**value, "output_mse": 1000.0}
-        return value
-
-    @model_validator(mode="after")
-    def _some_term(self) -> Self:
-        if self.output_mse == self.weight_ce == 0:
-            raise ValueError("output_mse and weight_ce are both 0; give one of them a weight")
-        return self
-
-
-def _as_tuple(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else value
-
-
-class TransferStep(TrainingStep):
-    """Attention transfer: every layer learns its teacher's attention on the teacher's own hidden states."""
-
-    kind: ClassVar[str] = "transfer"
-
-    objective: Objective = Objective(output_mse=1000.0)
-    train: Annotated[
-        tuple[Literal["maps", "mix"], ...],
-        BeforeValidator(_as_tuple, json_schema_input_type=str | list[str]),
-        Field(min_length=1),
-    ] = ("maps", "mix")
-    lr: LearningRate = 1e-2
-    block: int | None = Field(default=None, ge=1)
-
-
-class Lora(Frozen):
-    """Low-rank updates W + (alpha / rank) B A of the projections named by `on`; `merge` folds them in at the end."""
-
-    rank: int = Field(default=8, ge=1)
-    alpha: float = Field(default=16, gt=0)
-    dropout: float = Field(default=0.0, ge=0, lt=1)
-    on: tuple[Literal["q", "k", "v", "o"], ...] = Field(default=("q", "k", "v", "o"), min_length=1)
-    merge: bool = True
-
-
-class FinetuneStep(TrainingStep):
-    """Next-token training of the whole student: low-rank updates (the default), or `full: true`, every weight."""
-
-    kind: ClassVar[str] = "finetune"
-
-    lora: Lora | None = None
-    full: bool = False
-    train_maps: bool = False
-    lr: LearningRate = 1e-4
-
-    @model_validator(mode="before")
-    @classmethod
-    def _lora_by_default(cls, value: Any) -> Any:
-        if isinstance(value, Mapping) and value.get("lora") is None and not value.get("full"):
-            return {**value, "lora": {}}
-        return value
-
-    @model_validator(mode="after")
-    def _one_way(self) -> Self:
-        if self.full and self.lora is not None:
-            raise ValueError("lora and full exclude each other; leave one out")
-        return self
-
-
-class StepEntry(Frozen):
-    """A step as YAML writes it: a mapping with one key, the step's name."""
-
-    transfer: TransferStep | None = None
-    finetune: FinetuneStep | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _one_key(cls, value: Any) -> Any:
-        if not isinstance(value, Mapping) or len(value) != 1:
-            raise ValueError(f"is {value!r}; write one mapping such as `- transfer: {{tokens: 20M}}`")
-        return {name: {} if body is None else body for name, body in value.items()}
-
-
-def _parse_step(value: Any) -> TransferStep | FinetuneStep:
-    if isinstance(value, TransferStep | FinetuneStep):
-        return value
-    entry = StepEntry.model_validate(value)
-    step = entry.transfer or entry.finetune
-    assert step is not None
-    return step
-
-
-def _dump_step(step: TrainingStep) -> dict[str, Any]:
-    return {step.kind: step.model_dump(mode="json")}
-
-
-Step = Annotated[
-    TransferStep | FinetuneStep,
-    PlainValidator(_parse_step, json_schema_input_type=StepEntry),
-    PlainSerializer(_dump_step, return_type=dict[str, Any]),
-]
 
 
 class Evaluation(Frozen):
@@ -294,6 +56,12 @@ class Header:
     notes: str = ""
 
 
+def groups_of(spec: HybridSpec) -> list[GroupSpec]:
+    """Every head group that a spec names, with its attention's defaults written out."""
+    layers = [spec.all, *spec.layers.values()]
+    return [group.completed() for layer in layers for group in layer.groups]
+
+
 class Recipe(Frozen):
     """One conversion. `name` is the file's stem, `header` its leading comment lines."""
 
@@ -309,8 +77,17 @@ class Recipe(Frozen):
     _header: Header = PrivateAttr(default=Header())
 
     @model_validator(mode="after")
-    def _steps_can_train(self) -> Self:
-        problems = [*self._far_problems(), *self._nothing_to_train()] if self.steps else []
+    def _steps_can_run(self) -> Self:
+        for index, step in enumerate(self.steps):
+            if isinstance(step, EditStep):
+                try:
+                    self.spec_before(index + 1)
+                except (ValueError, ValidationError) as error:
+                    reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+                    raise ValueError(f"steps[{index}].edit: {reason}") from None
+        problems = (
+            [*self._far_problems(), *self._nothing_to_train(), *self._nothing_to_drop()] if self.steps else []
+        )
         if problems:
             raise ValueError("; ".join(problems))
         return self
@@ -324,15 +101,27 @@ class Recipe(Frozen):
         return self._header
 
     @property
-    def groups(self) -> list[GroupSpec]:
-        """Every head group that the spec names, with its attention's defaults written out."""
-        layers = [self.spec.all, *self.spec.layers.values()]
-        return [group.completed() for layer in layers for group in layer.groups]
+    def training_steps(self) -> list[TransferStep | FinetuneStep]:
+        """The steps that train, in order."""
+        return [step for step in self.steps if not isinstance(step, EditStep)]
+
+    def spec_before(self, index: int) -> HybridSpec:
+        """The spec that step `index` finds: `spec` with the edits of the steps before it. `len(steps)`: the last one's."""
+        spec = self.spec
+        for step in self.steps[:index]:
+            if isinstance(step, EditStep):
+                spec = with_window(spec, step.window, step.normalizer)
+        return spec
+
+    @property
+    def final_spec(self) -> HybridSpec:
+        """What the finished student computes."""
+        return self.spec_before(len(self.steps))
 
     @property
     def first_far_position(self) -> int | None:
-        """See `hybridize.spec.first_far_position`."""
-        return first_far_position(self.groups)
+        """See `hybridize.spec.first_far_position`, of the finished student."""
+        return first_far_position(groups_of(self.final_spec))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, every default written out; `Recipe.from_dict` takes it back."""
@@ -358,9 +147,10 @@ class Recipe(Frozen):
             raise RecipeError(source, describe(error, cls, raw)) from None
 
     def control(self) -> Recipe:
-        """The teacher with the same fine-tuning: what the text alone buys."""
+        """The teacher with the same fine-tuning: what the text alone buys. It stops at no gain and drops no window."""
         softmax = HybridSpec.model_validate({"all": {"attention": "softmax"}})
-        steps = tuple(step for step in self.steps if isinstance(step, FinetuneStep))
+        plain = {"window_dropout": None, "early_stopping": None, "gain_rows": 0}
+        steps = tuple(step.model_copy(update=plain) for step in self.steps if isinstance(step, FinetuneStep))
         evaluation = self.evaluation.model_copy(update={"control": False}) if self.evaluation else None
         return self.model_copy(update={"spec": softmax, "steps": steps, "evaluation": evaluation})
 
@@ -391,28 +181,34 @@ class Recipe(Frozen):
             raise RecipeError(self.name, problems)
 
     def _far_problems(self) -> list[str]:
-        windows = {group.window for group in self.groups if group.attention == "windowed_linear"}
+        """Windows, of the spec or of a schedule, that would leave the linear branch untrained at this length."""
+        windows = {}
+        for index, step in enumerate(self.steps):
+            if not isinstance(step, TrainingStep):
+                continue
+            for group in groups_of(self.spec_before(index)):
+                if group.attention != "windowed_linear" or group.window is None:
+                    continue
+                sizes = (
+                    step.window_dropout.window
+                    if isinstance(step, FinetuneStep) and step.window_dropout
+                    else ()
+                )
+                for size in sizes or (group.window.size,):
+                    windows[group.window.kind, size, group.window.sinks] = replace(group.window, size=size)
         return [
             f"data.length: with {self.data.length} tokens no query has a far key, so the linear branch would never train; "
             f"the {window.kind} window of {window.size} needs at least {window.first_far_position + 1}"
-            for window in sorted(
-                (w for w in windows if w is not None), key=lambda w: (w.kind, w.size, w.sinks)
-            )
+            for _, window in sorted(windows.items())
             if window.first_far_position >= self.data.length
         ]
 
     def _nothing_to_train(self) -> list[str]:
-        trainable = set()
-        for group in self.groups:
-            if group.attention != "softmax":
-                trainable.add("maps")
-            fixed = isinstance(group.normalizer, SeparateNormalizer) and group.normalizer.mix == "fixed"
-            if group.attention == "windowed_linear" and not fixed:
-                trainable.add("mix")
         problems = []
         for index, step in enumerate(self.steps):
             if not isinstance(step, TransferStep):
                 continue
+            trainable = _trainable(self.spec_before(index))
             if not trainable & set(step.train):
                 without = f"the spec has no {' and no '.join(step.train)}"
                 problems.append(f"steps[{index}].transfer.train: nothing to train; {without}")
@@ -421,6 +217,40 @@ class Recipe(Frozen):
                     f"steps[{index}].transfer.train: nothing to train; objective.against: linear_only leaves mix out, add maps"
                 )
         return problems
+
+    def _nothing_to_drop(self) -> list[str]:
+        problems = []
+        for index, step in enumerate(self.steps):
+            if not isinstance(step, FinetuneStep):
+                continue
+            groups = groups_of(self.spec_before(index))
+            if step.window_dropout is not None and all(
+                group.attention != "windowed_linear" for group in groups
+            ):
+                problems.append(
+                    f"steps[{index}].finetune.window_dropout: the spec has no windowed_linear attention to drop windows of"
+                )
+            if (
+                step.early_stopping is not None
+                and step.early_stopping.min_gain > 0
+                and all(group.attention != "windowed_linear" for group in groups)
+            ):
+                problems.append(
+                    f"steps[{index}].finetune.early_stopping: the spec has no layer with a window and a linear branch, so there is no "
+                    "linear gain to watch; set min_gain: 0"
+                )
+        return problems
+
+
+def _trainable(spec: HybridSpec) -> set[str]:
+    trainable = set()
+    for group in groups_of(spec):
+        if group.attention != "softmax":
+            trainable.add("maps")
+        fixed = isinstance(group.normalizer, SeparateNormalizer) and group.normalizer.mix == "fixed"
+        if group.attention == "windowed_linear" and not fixed:
+            trainable.add("mix")
+    return trainable
 
 
 def json_schema() -> dict[str, Any]:

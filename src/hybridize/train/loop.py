@@ -40,6 +40,9 @@ class Progress:
     best_metric: float | None = None
     validated_step: int | None = None
     final_metric: float | None = None
+    best_guard: float | None = None
+    not_good: int = 0
+    stopped: str | None = None
 
 
 def train(
@@ -69,7 +72,9 @@ def train(
     )
     with display, hold_interrupt() as interrupted:
         run.enter()
-        while run.position < total:
+        if config.patience is not None and run.done.validated_step is None:
+            run.validate(display)
+        while run.position < total and run.done.stopped is None:
             micro_batches = list(itertools.islice(iterator, config.micro_batches))
             if not micro_batches:
                 break
@@ -253,33 +258,54 @@ class _Run:
         display.show(values)
 
     def validate(self, display: Display) -> None:
+        config = self.config
         self.check_finite()
         self._clock(busy=True)
         tensors, values = checkpoint.rng_state()
         metrics = self.stage.validate()
         checkpoint.set_rng_state(tensors, values)  # how often one looks does not change what is trained
-        if self.config.monitor not in metrics:
-            raise ValueError(
-                f"monitor is {self.config.monitor!r}: validation gives {', '.join(sorted(metrics))}"
-            )
-        metric = float(metrics[self.config.monitor])
+        if config.monitor not in metrics:
+            raise ValueError(f"monitor is {config.monitor!r}: validation gives {', '.join(sorted(metrics))}")
+        metric = float(metrics[config.monitor])
         if not math.isfinite(metric):
-            self._not_finite(self.done.step, f"validation {self.config.monitor} is {metric}", [])
+            self._not_finite(self.done.step, f"validation {config.monitor} is {metric}", [])
         self.done.validated_step, self.done.final_metric = self.done.step, metric
         self.logs.validated(self.done.step, {"tokens": self.done.tokens, **metrics})
         self.schedule.observe(metric)
         self.saved = False
-        better = self.done.best_metric is None or metric < self.done.best_metric
+        better = self._guarded(metrics) and (self.done.best_metric is None or metric < self.done.best_metric)
+        self.done.not_good = 0 if better else self.done.not_good + 1
         if better:
             self.done.best_step, self.done.best_metric = self.done.step, metric
-            if self.config.keep_best:
+            if config.keep_best:
                 path = checkpoint.best_path(self.checkpoints, self.done.step)
                 checkpoint.save(path, self.parameters, {"step": self.done.step, "metric": metric})
         display.say(
-            f"{self.stage.name} step {self.done.step}: validation {self.config.monitor} {metric:.5g}"
+            f"{self.stage.name} step {self.done.step}: validation {config.monitor} {metric:.5g}"
+            + (f", {config.guard} {metrics[config.guard]:.4g}" if config.guard else "")
             + " (best)" * better
         )
+        if config.patience is not None and self.done.not_good >= config.patience:
+            self.done.stopped = self._why_stopped(metrics)
+            display.say(f"{self.stage.name} stops at step {self.done.step}: {self.done.stopped}")
         self._clock(busy=False)
+
+    def _guarded(self, metrics: dict[str, float]) -> bool:
+        """Whether the guard keeps its share of the highest value seen; a guard that was never positive has nothing to keep."""
+        guard, share = self.config.guard, self.config.guard_share
+        if guard is None or share is None:
+            return True
+        if guard not in metrics:
+            raise ValueError(f"guard is {guard!r}: validation gives {', '.join(sorted(metrics))}")
+        value = float(metrics[guard])
+        self.done.best_guard = value if self.done.best_guard is None else max(self.done.best_guard, value)
+        return self.done.best_guard <= 0 or value >= share * self.done.best_guard
+
+    def _why_stopped(self, metrics: dict[str, float]) -> str:
+        guard = self.config.guard
+        if guard is not None and not self._guarded(metrics):
+            return f"{guard} is {metrics[guard]:.4g}, under {self.config.guard_share:.0%} of the highest seen, {self.done.best_guard:.4g}"
+        return f"{self.config.monitor} did not improve in {self.done.not_good} validations"
 
     def save(self) -> None:
         self.check_finite()
@@ -316,7 +342,11 @@ class _Run:
         self.window.load(_under(found.tensors, "window/"), found.state["window"], self.device)
         self.schedule.load_state_dict(found.state["schedule"])
         self.done = Progress(
-            **{counter.name: found.state[counter.name] for counter in dataclasses.fields(Progress)}
+            **{
+                counter.name: found.state[counter.name]
+                for counter in dataclasses.fields(Progress)
+                if counter.name in found.state
+            }
         )
         self.saved = True
 
@@ -335,7 +365,7 @@ class _Run:
             parameter.copy_(tensors[name])
 
     def finish(self, display: Display) -> TrainResult:
-        if self.done.step == 0:
+        if self.done.step == 0 and self.done.stopped is None:
             raise ValueError("batches is empty: the data gave no batch to train on")
         self.log(display)
         if self.config.eval_every is not None and self.done.validated_step != self.done.step:
@@ -360,6 +390,7 @@ class _Run:
             final_metric=done.final_metric,
             restored=restored,
             history=str(self.logs.train.path),
+            stopped=done.stopped,
         )
         with atomic_write(self.folder / "result.json", "w") as file:
             json.dump(dataclasses.asdict(result), file, indent=1)

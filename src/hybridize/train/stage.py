@@ -68,6 +68,9 @@ class TrainConfig:
     eval_every: optimizer steps between validations (the last step is always validated); None: never.
     monitor: the validation metric that schedules and the best checkpoint follow, lower is better.
     keep_best: restore the best validated parameters at the end.
+    patience: stop after so many validations in a row of which none was good; None: run to the end of the budget. Good is a
+        monitored metric below all before it; with `guard` only while that metric (higher is better) keeps at least
+        `guard_share` of the highest value seen. A validation before the first step sets the marks.
     save_every, save_every_s: steps, seconds between checkpoints; whichever comes first.
     log_every: steps between log lines. On an accelerator the host waits for the device only then.
     """
@@ -84,6 +87,9 @@ class TrainConfig:
     eval_every: int | None = 100
     monitor: str = "loss"
     keep_best: bool = True
+    patience: int | None = None
+    guard: str | None = None
+    guard_share: float | None = None
     save_every: int | None = None
     save_every_s: float | None = 300.0
     log_every: int = 10
@@ -102,10 +108,17 @@ class TrainConfig:
             "log_every",
             "epoch_steps",
             "epoch_tokens",
+            "patience",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}: give at least 1")
+        if (self.guard is None) != (self.guard_share is None):
+            raise ValueError(
+                f"guard is {self.guard!r} and guard_share is {self.guard_share}: give both or none"
+            )
+        if self.patience is not None and self.eval_every is None:
+            raise ValueError("eval_every is None: patience counts validations, give a number of steps")
         if isinstance(self.lr, optim.Plateau) and self.eval_every is None:
             raise ValueError(
                 "eval_every is None: a plateau schedule needs validations, give a number of steps"
@@ -125,7 +138,7 @@ class TrainConfig:
 @dataclass
 class TrainResult:
     """The outcome, also written to `result.json`. Seconds are wall time over all sessions, validation and saving included;
-    tokens_per_second counts training steps only. Memory is the device's peak, or the process's on the CPU."""
+    tokens_per_second counts training steps only. `stopped` says why a run ended before its budget. Memory is the device's peak, or the process's on the CPU."""
 
     steps: int
     tokens: int
@@ -137,6 +150,7 @@ class TrainResult:
     final_metric: float | None
     restored: str
     history: str
+    stopped: str | None = None
 
 
 class NonFiniteError(RuntimeError):

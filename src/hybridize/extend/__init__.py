@@ -1,0 +1,1 @@
+"""Edits of a spec: a finished model computes something else, with the same weights and without training."""
