@@ -28,6 +28,7 @@ SCALED: dict[str, list[str]] = {
         "--set", "evaluation=null", "--device", "cpu",
     ],
     "hybridize eval": ["--samples", "1", "--lengths", "256", "--device", "cpu"],
+    "hybridize diagnose": ["--rows", "2", "--length", "192", "--device", "cpu"],
     "hybridize generate": ["--max-new-tokens", "4", "--device", "cpu"],
     "hybridize chat": ["--max-new-tokens", "4", "--device", "cpu"],
 }  # fmt: skip

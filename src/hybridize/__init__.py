@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from hybridize.api import convert as convert
     from hybridize.api import demo as demo
     from hybridize.api import evaluate as evaluate
+    from hybridize.api import extend as extend
     from hybridize.api import load as load
+    from hybridize.diagnosis import diagnose as diagnose
+    from hybridize.diagnosis import print_diagnosis as print_diagnosis
     from hybridize.models.modeling import HybridForCausalLM as HybridForCausalLM
     from hybridize.models.surgery import hybridize_model as hybridize_model
     from hybridize.plan import Plan as Plan
@@ -38,10 +41,13 @@ _HOMES = {
     "Plan": ("plan", "Plan"),
     "convert": ("api", "convert"),
     "demo": ("api", "demo"),
+    "diagnose": ("diagnosis", "diagnose"),
     "evaluate": ("api", "evaluate"),
+    "extend": ("api", "extend"),
     "hybridize_model": ("models.surgery", "hybridize_model"),
     "load": ("api", "load"),
     "plan": ("plan", "plan"),
+    "print_diagnosis": ("diagnosis", "print_diagnosis"),
     "Recipe": ("recipe", "Recipe"),
     "RecipeError": ("recipe", "RecipeError"),
     "copy_recipe": ("recipe", "copy_recipe"),

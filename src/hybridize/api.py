@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from hybridize.atomic import atomic_folder, full_disk_explained
 from hybridize.convert import pipeline
 from hybridize.convert.finetune import attach_adapter
 from hybridize.convert.run_folder import RunFolder, read_json
@@ -20,11 +21,13 @@ from hybridize.convert.status import status
 from hybridize.data import DataSpec, build_rows
 from hybridize.data.batching import ordered_batches
 from hybridize.evals.suite import run_suite
+from hybridize.extend.window import parse_window, with_window
 from hybridize.models.configuration import HybridConfig
 from hybridize.models.modeling import HybridForCausalLM
 from hybridize.models.teacher import load_teacher, load_tokenizer, resolve_model
 from hybridize.recipe import Recipe, load_recipe
-from hybridize.spec import first_far_position
+from hybridize.spec import ResolvedSpec, SeparateNormalizer, first_far_position
+from hybridize.windows import Window
 
 TASKS = ("perplexity", "passkey")
 
@@ -80,16 +83,71 @@ def convert(
 
 
 def load(
-    run_or_model: str | Path, *, device: str | None = None, dtype: str | torch.dtype | None = None
+    run_or_model: str | Path,
+    *,
+    device: str | None = None,
+    dtype: str | torch.dtype | None = None,
+    window: str | Window | None = None,
+    mix: float | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Open a run folder, a hybrid checkpoint folder, or a teacher (hub id, folder, GGUF file, alias), ready to run.
 
     Args:
         dtype: of the weights; by default the checkpoint's. Feature maps and mixing weights of a hybrid stay float32.
+        window, mix: an edit of the spec without training (see `extend`): linear attention gains this window, such as
+            `sliding:64`, whose output counts `mix` and that of the linear branch 1 - `mix`.
 
     Raises:
         ValueError: nothing there, or a checkpoint that lacks parameters of the model.
     """
+    model, tokenizer = _load(run_or_model, device, dtype)
+    if window is not None or mix is not None:
+        if not isinstance(model, HybridForCausalLM):
+            raise ValueError(
+                f"window is {window!r}, but {run_or_model} is no hybrid: it has no linear attention"
+            )
+        model.respec(_edited(model.spec, window, mix))
+    return model, tokenizer
+
+
+def extend(
+    run_or_model: str | Path, out: str | Path, *, window: str | Window, mix: float | None = None
+) -> Path:
+    """Write a copy of a hybrid whose linear attention has a softmax window, without training ("inference-time hybrid").
+
+    Args:
+        window: `sliding:64`, `terraced:32`, with `+sinks:4` or `+overlap` behind it, or a `Window`.
+        mix: weight of the window's output, 1 - `mix` that of the linear branch; by default 0.5 for layers that were
+            linear, and as it was for layers that mix already.
+
+    Returns:
+        `out`, a checkpoint folder that every verb opens.
+
+    Raises:
+        ValueError: no hybrid, no linear attention, or `out` exists.
+    """
+    folder = Path(out)
+    if folder.exists() and (folder.is_file() or any(folder.iterdir())):
+        raise ValueError(f"out is {str(out)!r}, which exists; name a new folder")
+    model, tokenizer = load(run_or_model, device="cpu", window=window, mix=mix)
+    with atomic_folder(folder) as fresh, full_disk_explained(folder):
+        model.save_pretrained(fresh)
+        tokenizer.save_pretrained(fresh)
+    return folder
+
+
+def _edited(spec: ResolvedSpec, window: str | Window | None, mix: float | None) -> ResolvedSpec:
+    if window is None:
+        raise ValueError(f"mix is {mix}, but no window is given; name one such as sliding:64")
+    if mix is not None and not 0 <= mix <= 1:
+        raise ValueError(f"mix is {mix}; it must lie in 0..1")
+    parsed = parse_window(window) if isinstance(window, str) else window
+    return with_window(spec, parsed, SeparateNormalizer(gate=mix) if mix is not None else None)
+
+
+def _load(
+    run_or_model: str | Path, device: str | None, dtype: str | torch.dtype | None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     target = pipeline.choose_device(device)
     wanted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if dtype is not None and not (isinstance(wanted, torch.dtype) and wanted.is_floating_point):
@@ -152,6 +210,8 @@ def evaluate(
     texts: Sequence[str] = ("docstrings", "code"),
     lengths: Sequence[int] = (512, 1024),
     samples: int | None = None,
+    window: str | None = None,
+    mix: float | None = None,
     device: str | None = None,
     dtype: str | None = None,
     progress: bool = True,
@@ -168,7 +228,7 @@ def evaluate(
         raise ValueError(f"lengths is {list(lengths)}; give at least one number of tokens, each 2 or more")
     if samples is not None and samples < 1:
         raise ValueError(f"samples is {samples}; it must be at least 1")
-    model, tokenizer = load(run_or_model, device=device, dtype=dtype)
+    model, tokenizer = load(run_or_model, device=device, dtype=dtype, window=window, mix=mix)
     hybrid = model if isinstance(model, HybridForCausalLM) else None
     if hybrid is None and mode != "hybrid":
         raise ValueError(f"mode is {mode!r}, but {run_or_model} is no hybrid: there is no branch to remove")

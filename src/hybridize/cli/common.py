@@ -46,6 +46,23 @@ DtypeOption = Annotated[
         help="Numbers that the weights are held in; by default the checkpoint's.", show_default=False
     ),
 ]
+WindowOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="KIND:SIZE",
+        help="Give linear attention this softmax window, without training: sliding:64, terraced:32; +sinks:4, +overlap.",
+        show_default=False,
+    ),
+]
+MixOption = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        max=1,
+        help="Weight of the window's output; by default 0.5, or as it was where layers mix already.",
+        show_default=False,
+    ),
+]
 RunArgument = Annotated[
     str,
     typer.Argument(

@@ -9,7 +9,16 @@ from typing import Annotated, Any
 
 import typer
 
-from hybridize.cli.common import DeviceOption, DtypeOption, RunArgument, print_table, split_list, write_json
+from hybridize.cli.common import (
+    DeviceOption,
+    DtypeOption,
+    MixOption,
+    RunArgument,
+    WindowOption,
+    print_table,
+    split_list,
+    write_json,
+)
 
 
 class Mode(StrEnum):
@@ -60,6 +69,8 @@ def evaluate(
         Path | None,
         typer.Option("--json", metavar="FILE", help="Write the results as JSON ('-': print them)."),
     ] = None,
+    window: WindowOption = None,
+    mix: MixOption = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
 ) -> None:
@@ -75,6 +86,8 @@ def evaluate(
         texts=split_list(texts),
         lengths=parse_lengths(lengths),
         samples=samples,
+        window=window,
+        mix=mix,
         device=device,
         dtype=dtype.value if dtype else None,
     )

@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from hybridize.cli import chat, convert, demo, evaluate, generate, plan, recipes
+from hybridize.cli import chat, convert, demo, diagnose, evaluate, extend, generate, plan, recipes
 
 app = typer.Typer(
     name="hybridize",
@@ -22,6 +22,8 @@ app.command("demo")(demo.demo)
 app.add_typer(recipes.app, name="recipes")
 app.command("plan")(plan.plan)
 app.command("convert")(convert.convert)
+app.command("diagnose")(diagnose.diagnose)
+app.command("extend")(extend.extend)
 app.command("eval")(evaluate.evaluate)
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)

@@ -27,9 +27,9 @@ from hybridize.ops.sequences import Sequences
 from hybridize.recipe import Objective, TransferStep
 from hybridize.train import StepResult
 
-QUERIES = 256
+QUERIES = 128
 """Most queries of a tile of the weight cross-entropy: its last query's keys are computed for all of them."""
-BUDGET = {False: 2**22, True: 2**25}
+BUDGET = {False: 2**21, True: 2**25}
 """Elements of a tile, on CUDA (True) and elsewhere."""
 PARTS = {"maps": ("map_q.", "map_k."), "mix": ("mix.",)}
 
@@ -179,14 +179,13 @@ def cut(sequences: Sequences, heads: int, budget: int) -> list[Tile]:
     longest = int(lengths.max(initial=0))
     tiles, first = [], 0
     while first < longest:
-        queries = min(QUERIES, max(1, budget // (heads * min(first + QUERIES, longest))))
         n, alive = 0, int((lengths > first).sum())
         while n < alive:
-            last = min(first + queries, int(lengths[n]))
+            last = min(first + QUERIES, int(lengths[n]))
             end = min(n + max(1, budget // (heads * (last - first) * last)), alive)
             tiles.append(Tile(begin_N1[n:end], length_N1[n:end], first, last))
             n = end
-        first += queries
+        first += QUERIES
     return tiles
 
 

@@ -5,7 +5,16 @@ Importing this package pulls in neither torch nor transformers; batches live in 
 
 from hybridize.data.documents import Document, Split
 from hybridize.data.encoding import check_tokenizer
-from hybridize.data.packing import PackedRows, Row, build_rows
+from hybridize.data.packing import PackedRows, Row, build_rows, open_documents
 from hybridize.data.spec import DataSpec
 
-__all__ = ["DataSpec", "Document", "PackedRows", "Row", "Split", "build_rows", "check_tokenizer"]
+__all__ = [
+    "DataSpec",
+    "Document",
+    "PackedRows",
+    "Row",
+    "Split",
+    "build_rows",
+    "check_tokenizer",
+    "open_documents",
+]

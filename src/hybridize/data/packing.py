@@ -128,7 +128,7 @@ def build_rows(
     """
     if tokens is not None and tokens < 1:
         raise ValueError(f"tokens is {tokens}; it must be at least 1, or None for all")
-    documents, identity = _open(spec, split, progress)
+    documents, identity = open_documents(spec, split, progress)
     parts = [
         _VERSION,
         spec.model_dump(mode="json"),
@@ -155,8 +155,10 @@ def _joined(rows: PackedRows, spec: DataSpec) -> PackedRows:
     return replace(rows, starts=rows.starts[:0]) if spec.documents == "joined" else rows
 
 
-def _open(spec: DataSpec, split: Split, progress: Progress | None) -> tuple[Iterable[Document], str]:
-    """Documents of a split in the order of packing, and what identifies them."""
+def open_documents(
+    spec: DataSpec, split: Split, progress: Progress | None = None
+) -> tuple[Iterable[Document], str]:
+    """Documents of a split in the order of packing, and what identifies them. Raises ValueError as `build_rows`."""
     source = Path(spec.source).expanduser()
     if spec.source not in _CORPORA and not source.exists() and source.suffix not in SUFFIXES:
         if _HUB_ID.fullmatch(spec.source):

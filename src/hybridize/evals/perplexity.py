@@ -117,30 +117,43 @@ def perplexity(
 
     Raises ValueError where no token counts, shapes differ, or the edges do not rise from 0.
     """
-    edges = list(buckets)
-    if not edges or edges[0] != 0 or any(a >= b for a, b in pairwise(edges)):
-        raise ValueError(f"buckets is {edges}; edges must start at 0 and rise, for example (0, 64, 128)")
-    if split_at is not None and split_at < 0:
-        raise ValueError(f"split_at is {split_at}; it is a position, 0 or more")
-    if byte_count is not None and byte_count < 1:
-        raise ValueError(f"byte_count is {byte_count}; it must be at least 1")
+    _checked(buckets, split_at, byte_count)
     total_rows = len(rows) if isinstance(rows, Tensor | Sequence) and not _holds_batches(rows) else 0
 
+    nlls, positions = [], []
+    done = 0
+    with evaluating(model):
+        for batch in _batches(rows, labels, position_ids, batch_size):
+            nll_BT, position_BT = token_nll(model, *batch)
+            nlls.append(nll_BT)
+            positions.append(position_BT)
+            done += len(nll_BT)
+            if on_progress is not None:
+                on_progress(done, total_rows)
+    return summarise(nlls, positions, buckets=buckets, split_at=split_at, byte_count=byte_count)
+
+
+def summarise(
+    nlls: Sequence[Tensor],
+    positions: Sequence[Tensor],
+    *,
+    buckets: Sequence[int] = POSITION_EDGES,
+    split_at: int | None = None,
+    byte_count: int | None = None,
+) -> PerplexityResult:
+    """The result of token losses and positions as `token_nll` gives them, `[B, T-1]` a batch. Raises as `perplexity`."""
+    edges = _checked(buckets, split_at, byte_count)
     row_nll: list[float] = []
     row_tokens: list[int] = []
     nll_P = torch.zeros(0, dtype=torch.float64)
     tokens_P = torch.zeros(0, dtype=torch.int64)
-    with evaluating(model):
-        for batch in _batches(rows, labels, position_ids, batch_size):
-            nll_BT, position_BT = token_nll(model, *batch)
-            counts_BT = ~nll_BT.isnan()
-            row_nll += nll_BT.nan_to_num(nan=0.0, posinf=math.inf).sum(1).tolist()
-            row_tokens += counts_BT.sum(1).tolist()
-            positions = position_BT[counts_BT]
-            nll_P = _add(nll_P, torch.bincount(positions, nll_BT[counts_BT]))
-            tokens_P = _add(tokens_P, torch.bincount(positions))
-            if on_progress is not None:
-                on_progress(len(row_nll), total_rows)
+    for nll_BT, position_BT in zip(nlls, positions, strict=True):
+        counts_BT = ~nll_BT.isnan()
+        row_nll += nll_BT.nan_to_num(nan=0.0, posinf=math.inf).sum(1).tolist()
+        row_tokens += counts_BT.sum(1).tolist()
+        counted_P = position_BT[counts_BT]
+        nll_P = _add(nll_P, torch.bincount(counted_P, nll_BT[counts_BT]))
+        tokens_P = _add(tokens_P, torch.bincount(counted_P))
 
     tokens = sum(row_tokens)
     if tokens == 0:
@@ -166,6 +179,17 @@ def perplexity(
         far_eligible=None if split_at is None else _bucket(nll_P, tokens_P, split_at, None),
         bits_per_byte=None if byte_count is None else math.fsum(row_nll) / math.log(2) / byte_count,
     )
+
+
+def _checked(buckets: Sequence[int], split_at: int | None, byte_count: int | None) -> list[int]:
+    edges = list(buckets)
+    if not edges or edges[0] != 0 or any(a >= b for a, b in pairwise(edges)):
+        raise ValueError(f"buckets is {edges}; edges must start at 0 and rise, for example (0, 64, 128)")
+    if split_at is not None and split_at < 0:
+        raise ValueError(f"split_at is {split_at}; it is a position, 0 or more")
+    if byte_count is not None and byte_count < 1:
+        raise ValueError(f"byte_count is {byte_count}; it must be at least 1")
+    return edges
 
 
 def token_nll(

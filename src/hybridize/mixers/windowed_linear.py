@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from hybridize.mixers.linear import build_maps
 from hybridize.mixers.types import GroupShape, Mixer
 from hybridize.ops import linear, windowed_linear
 from hybridize.ops.sequences import Sequences
-from hybridize.ops.types import HYBRID, Ablation, State
+from hybridize.ops.types import HYBRID, Ablation, Result, State
 from hybridize.ops.windowed_linear import Mix, SeparateMix, SharedMix, WindowedLinearState
 from hybridize.spec import GroupSpec, SeparateNormalizer, SharedNormalizer
 
@@ -108,6 +109,31 @@ class WindowedLinearMixer(Mixer):
             return_state=keep_state,
         )
         return result.o, result.state
+
+    def parts(
+        self, q_BTHD: Tensor, k_BTGD: Tensor, v_BTGV: Tensor, sequences: Sequences
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The near and the far branch's part of the output `[B, T, H, V]`, which add up to it, and the share of the weights
+        that lies on far keys `[B, T, H]`."""
+        maps, mix = (self.map_q.map(), self.map_k.map()), self.mix.mix(q_BTHD.device)
+
+        def run(mode: Literal["softmax_only", "far_only"]) -> Result:
+            return windowed_linear.forward(
+                q_BTHD,
+                k_BTGD,
+                v_BTGV,
+                *maps,
+                self.window,
+                mix,
+                scale=self.shape.scale,
+                softcap=self.shape.softcap,
+                ablation=Ablation(mode),
+                sequences=sequences,
+                return_aux=True,
+            )
+
+        near = run("softmax_only")
+        return near.o, run("far_only").o, near.aux["far_share"]
 
     def linear_only(self, q_BTHD: Tensor, k_BTGD: Tensor, v_BTGV: Tensor, sequences: Sequences) -> Tensor:
         """The maps' own linear attention over every key <= t, the window left out: the `linear_only` objective."""

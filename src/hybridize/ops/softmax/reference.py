@@ -65,16 +65,18 @@ def forward(
 def _weights(
     q_THD: Tensor, k_SGD: Tensor, near_TS: Tensor, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Softmax weights `[H, T, S]` (rows without keys are 0) and lse `[H, T]`; all may have leading dimensions."""
+    """Softmax weights `[H, T, S]` (rows without keys are 0) and lse `[H, T]`."""
+    score = _scores(q_THD, k_SGD, near_TS, scale, softcap)
+    lse = score.logsumexp(-1)
+    return torch.where(near_TS, (score - lse[..., None]).exp(), score.new_zeros(())), lse
+
+
+def _scores(q_THD: Tensor, k_SGD: Tensor, near_TS: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """Scores `[H, T, S]`, -inf where the query does not see the key; all may have leading dimensions."""
     dtype = compute_dtype(q_THD)
     k_HSD = k_SGD.to(dtype).transpose(-3, -2).repeat_interleave(q_THD.shape[-2] // k_SGD.shape[-2], -3)
     score = (scale * q_THD.to(dtype)).transpose(-3, -2) @ k_HSD.transpose(-1, -2)
-    score = capped(score, softcap)
-    score = score.masked_fill(~near_TS, -torch.inf)
-    lse = score.logsumexp(-1)
-    return torch.where(
-        near_TS, (score - lse[..., None]).exp(), torch.zeros((), dtype=dtype, device=score.device)
-    ), lse
+    return capped(score, softcap).masked_fill_(~near_TS, -torch.inf)
 
 
 def coefficients(
@@ -84,4 +86,6 @@ def coefficients(
     i_S = torch.arange(k_BTGD.shape[1], device=q_BTHD.device)
     t_Q1 = torch.arange(q_BTHD.shape[1], device=q_BTHD.device)[rows][:, None]
     near = i_S <= t_Q1 if window is None else window.near(t_Q1, i_S)
-    return _weights(q_BTHD[:, rows], k_BTGD, near, scale, softcap)[0]
+    weight = _scores(q_BTHD[:, rows], k_BTGD, near, scale, softcap).softmax(-1)
+    empty = window is not None and window.size == window.sinks == 0  # no key at all: softmax gives NaN
+    return torch.zeros_like(weight) if empty else weight

@@ -1,0 +1,3 @@
+from tests.convert.conftest import teacher, text
+
+__all__ = ["teacher", "text"]

@@ -1,0 +1,119 @@
+"""Parts of the output, shares, layers and heads: each against the formula or a finite difference; the control's bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.convert import bench
+from tests.models.hybrids import SPECS, hybrid
+
+from hybridize import losses
+from hybridize.models.surgery import resolve_spec
+from hybridize.ops.sequences import Sequences
+from hybridize.plan.bytes import state_bytes
+from hybridize.probes.branches import branch_statistics, estimated_rises, loss_rises
+from hybridize.probes.controls import LONG, SINKS, window_control, window_sizes
+from hybridize.probes.token_losses import token_losses
+from hybridize.spec import HybridSpec
+
+TWO_BRANCHES = ["terraced", "sliding"]
+
+
+@pytest.fixture(scope="module")
+def batches(text):
+    return [bench.batch(text, rows=2, split="test")]
+
+
+@pytest.mark.parametrize("spec", TWO_BRANCHES)
+@torch.no_grad()
+def test_parts_add_up_and_shares_are_sums_of_coefficients(spec):
+    mixer = hybrid(spec).mixers[0].mixers[0]
+    q, k, v = (torch.randn(1, 23, heads, mixer.shape.head_dim) for heads in (4, 2, 2))
+    sequences = Sequences.dense(1, 23)
+    near, far, share = mixer.parts(q, k, v, sequences)
+    torch.testing.assert_close(near + far, mixer.attend(q, k, v, sequences)[0], rtol=1e-4, atol=1e-5)
+    t, i = torch.arange(23)[:, None], torch.arange(23)
+    weights = mixer.coefficients(q, k, slice(None)) * mixer.window.far(t, i)
+    torch.testing.assert_close(share[0].T, weights[0].sum(-1), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("spec", TWO_BRANCHES)
+def test_statistics(spec, batches):
+    model = hybrid(spec)
+    found = branch_statistics(model, batches)
+    assert len(found.near_norm) == len(model.mixers)
+    assert all(0 < share < 1 for share in found.far_share) and all(-1 <= c <= 1 for c in found.cosine)
+    assert found.by_position[0][0] == 0 and all(
+        0 < s < 1 for _, _, shares in found.by_position for s in shares
+    )
+    mixed = branch_statistics(hybrid("kept-half"), batches)
+    assert mixed.far_norm[1] is None and mixed.far_norm[0] is not None
+
+
+def test_one_layer_removed_is_its_override(batches):
+    model = hybrid("kept-half")
+    whole = token_losses(model, batches)
+    far = whole.from_position(model.first_far_position)
+    rises = loss_rises(model, batches, whole, far, "renormalize")
+    assert rises[1] is None
+    with model.override("softmax_only", "renormalize", layers=[0]):
+        expected = token_losses(model, batches).less(whole, far)
+    assert rises[0] == expected and abs(expected.value) > 1e-6
+
+
+@pytest.mark.parametrize("removal", ["zero", "renormalize"])
+@pytest.mark.parametrize("spec", TWO_BRANCHES)
+def test_estimates_are_derivatives(spec, removal, batches):
+    """Against a finite difference of the loss in one head's share of removal."""
+    model = hybrid(spec).double()
+    first = model.first_far_position
+    heads, tokens = estimated_rises(model, batches, first, removal)
+    whole = token_losses(model, batches)
+    far = whole.from_position(first)
+    assert tokens == int(far.sum())
+    assert not any(p.grad is not None for p in model.parameters())
+
+    def loss(layer, head, share):
+        def mix(mixer, q, k, v, sequences):
+            o = mixer.attend(q, k, v, sequences)
+            if mixer.shape.layer != layer:
+                return o
+            with model.override("softmax_only", removal):
+                removed = mixer.attend(q, k, v, sequences)
+            o = o.clone()
+            o[:, :, head] += share * (removed - o)[:, :, head]
+            return o
+
+        with model.intercepted(mix):
+            return token_losses(model, batches).mean(far).value
+
+    for layer, head in ((0, 0), (1, 3)):
+        step = 0.002  # these random models bend sharply
+        slope = (loss(layer, head, step) - loss(layer, head, -step)) / (2 * step)
+        assert heads[layer][head] == pytest.approx(slope, rel=0.02, abs=2e-4)
+
+
+def test_estimates_of_a_loss_count_far_tokens_alone(batches):
+    model = hybrid("terraced")
+    assert estimated_rises(model, batches, 10_000, "zero") == ([None, None], 0)
+    (batch,) = batches
+    _, tokens = estimated_rises(model, batches, 0, "zero")
+    assert tokens == losses.count_targets(batch.labels_BT)
+
+
+@pytest.mark.parametrize("spec", ["terraced", "sliding", "linear", "kept-half", "head-wise", "every-kind"])
+def test_the_control_has_the_students_bytes(spec):
+    model = hybrid(spec, head_dim=64)
+    control = window_control(model.spec, model.shapes, 2)
+    ours, theirs = (state_bytes(s, model.shapes, LONG, 2) for s in (model.spec, control))
+    one_key = 2 * model.shapes[0].kv_heads * model.shapes[0].head_dim * 2
+    assert ours - one_key * len(model.shapes) < theirs <= ours
+    assert all(size > 0 for size in window_sizes(control))
+    full = HybridSpec.model_validate(SPECS["softmax"])
+    resolved = resolve_spec(full, model.config.base_config())
+    assert window_control(resolved, model.shapes, 2) == resolved
+
+
+def test_a_state_smaller_than_a_key_has_no_control():
+    model = hybrid({"all": {"attention": "softmax", "window": {"kind": "sliding", "size": SINKS}}})
+    assert window_control(model.spec, model.shapes, 2) is None
