@@ -32,7 +32,7 @@ from hybridize.train.process import command_line
 BATCH = 4
 DOCUMENTS = 2000
 """Held-out documents that tasks are made from, at most."""
-QUICK_ROWS, QUICK_LENGTH = 4, 512
+QUICK_ROWS, QUICK_LENGTH = 3, 512
 
 
 def diagnose(
@@ -45,6 +45,7 @@ def diagnose(
     length: int | None = None,
     passkey: Sequence[int] | None = None,
     tasks: int | None = None,
+    heads: int | None = None,
     scope: str = "mixed",
     window: str | None = None,
     mix: float | None = None,
@@ -58,10 +59,11 @@ def diagnose(
         runs: run folders, checkpoint folders or teachers; several are put side by side on the same texts.
         out: folder for `report.json` and `report.html`; by default `diagnosis` in the only run's folder, else
             `runs/diagnosis`.
-        quick: one text, few rows, single layers to first order, no passkeys and tasks.
+        quick: one text, few rows, no heads, passkeys, tasks or fine-tuned control.
         texts: held-out texts; by default the first run's own and `code`. The first one decides the verdict.
         rows, length: rows of each text and tokens a row; by default 64 rows of 1,024 on a GPU, 8 on a CPU.
         passkey: prompt lengths (default 512, 1024; empty: none). tasks: samples a task (default 50; 0: none).
+        heads: rows for the scan head by head (default 2 on a GPU, 0 on a CPU, where a row takes minutes).
         scope: `mixed` removes branches in layers that have both; `all` also whole layers of one kind.
         window, mix: see `load`.
 
@@ -83,7 +85,9 @@ def diagnose(
         plan = replace(plan, tasks=tasks)
     gpu = torch.cuda.is_available() if device is None else device.startswith("cuda")
     if not quick and not gpu:
-        plan = replace(plan, layer_rows=4)
+        plan = replace(plan, layer_rows=4, head_rows=0)
+    if heads is not None:
+        plan = replace(plan, head_rows=heads)
     rows = rows or (QUICK_ROWS if quick else 64 if gpu else 8)
     length = length or (QUICK_LENGTH if quick else 1024)
     specs = _texts(names[0], texts, length, quick)
@@ -91,6 +95,8 @@ def diagnose(
     with status(progress) as say:
         for name in names:
             subject, tokenizer = _subject(name, device, dtype, window, mix)
+            if quick:
+                subject.tuned = None
             batches = {text: _batches(spec, tokenizer, rows, say) for text, spec in specs.items()}
             documents = list(_documents(next(iter(specs.values())))) if plan.tasks else []
             raw = measure(subject, tokenizer, batches, documents, plan, say)

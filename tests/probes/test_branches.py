@@ -7,11 +7,10 @@ import torch
 from tests.convert import bench
 from tests.models.hybrids import SPECS, hybrid
 
-from hybridize import losses
 from hybridize.models.surgery import resolve_spec
 from hybridize.ops.sequences import Sequences
 from hybridize.plan.bytes import state_bytes
-from hybridize.probes.branches import branch_statistics, estimated_rises, loss_rises
+from hybridize.probes.branches import Removed, branch_statistics, loss_rises
 from hybridize.probes.controls import LONG, SINKS, window_control, window_sizes
 from hybridize.probes.token_losses import token_losses
 from hybridize.spec import HybridSpec
@@ -50,55 +49,26 @@ def test_statistics(spec, batches):
     assert mixed.far_norm[1] is None and mixed.far_norm[0] is not None
 
 
-def test_one_layer_removed_is_its_override(batches):
-    model = hybrid("kept-half")
+@pytest.mark.parametrize("family", ["llama", "gemma2", "phi3"])
+def test_one_layer_or_head_removed_is_its_override(batches, family):
+    model = hybrid("kept-half", family, layers=3)
     whole = token_losses(model, batches)
-    far = whole.from_position(model.first_far_position)
-    rises = loss_rises(model, batches, whole, far, "renormalize")
-    assert rises[1] is None
-    with model.override("softmax_only", "renormalize", layers=[0]):
-        expected = token_losses(model, batches).less(whole, far)
-    assert rises[0] == expected and abs(expected.value) > 1e-6
-
-
-@pytest.mark.parametrize("removal", ["zero", "renormalize"])
-@pytest.mark.parametrize("spec", TWO_BRANCHES)
-def test_estimates_are_derivatives(spec, removal, batches):
-    """Against a finite difference of the loss in one head's share of removal."""
-    model = hybrid(spec).double()
     first = model.first_far_position
-    heads, tokens = estimated_rises(model, batches, first, removal)
-    whole = token_losses(model, batches)
     far = whole.from_position(first)
-    assert tokens == int(far.sum())
-    assert not any(p.grad is not None for p in model.parameters())
-
-    def loss(layer, head, share):
-        def mix(mixer, q, k, v, sequences):
-            o = mixer.attend(q, k, v, sequences)
-            if mixer.shape.layer != layer:
-                return o
-            with model.override("softmax_only", removal):
-                removed = mixer.attend(q, k, v, sequences)
-            o = o.clone()
-            o[:, :, head] += share * (removed - o)[:, :, head]
-            return o
-
-        with model.intercepted(mix):
-            return token_losses(model, batches).mean(far).value
-
-    for layer, head in ((0, 0), (1, 3)):
-        step = 0.002  # these random models bend sharply
-        slope = (loss(layer, head, step) - loss(layer, head, -step)) / (2 * step)
-        assert heads[layer][head] == pytest.approx(slope, rel=0.02, abs=2e-4)
-
-
-def test_estimates_of_a_loss_count_far_tokens_alone(batches):
-    model = hybrid("terraced")
-    assert estimated_rises(model, batches, 10_000, "zero") == ([None, None], 0)
-    (batch,) = batches
-    _, tokens = estimated_rises(model, batches, 0, "zero")
-    assert tokens == losses.count_targets(batch.labels_BT)
+    rises = loss_rises(model, batches, first, "renormalize")
+    assert list(rises) == [Removed(0), Removed(2)]
+    for layer in (0, 2):
+        with model.override("softmax_only", "renormalize", layers=[layer]):
+            expected = token_losses(model, batches).less(whole, far)
+        assert rises[Removed(layer)] == expected and abs(expected.value) > 1e-6
+    heads = loss_rises(model, batches, first, "zero", heads=True)
+    assert len(heads) == 2 * model.shapes[0].heads
+    where = torch.zeros(1, 1, model.shapes[0].heads, dtype=torch.bool)
+    where[..., 1] = True
+    with model.override("softmax_only", "zero", layers=[2], where=where):
+        expected = token_losses(model, batches).less(whole, far)
+    assert heads[Removed(2, 1)] == expected and abs(expected.value) > 1e-7
+    assert torch.equal(token_losses(model, batches).nll_NT.nan_to_num(), whole.nll_NT.nan_to_num())
 
 
 @pytest.mark.parametrize("spec", ["terraced", "sliding", "linear", "kept-half", "head-wise", "every-kind"])

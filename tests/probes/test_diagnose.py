@@ -48,7 +48,7 @@ def diagnose(*runs, out, **options):
 @pytest.fixture(scope="module")
 def diagnosis(run, text, tmp_path_factory):
     out = tmp_path_factory.mktemp("diagnosis")
-    return diagnose(run, out=out, texts=[str(text)]), out
+    return diagnose(run, out=out, texts=[str(text)], heads=1), out
 
 
 def models_of(diagnosis):

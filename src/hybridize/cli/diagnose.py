@@ -55,6 +55,9 @@ def diagnose(
     tasks: Annotated[
         int | None, typer.Option(min=0, help="Samples a task; 0: none.", show_default=False)
     ] = None,
+    heads: Annotated[
+        int | None, typer.Option(min=0, help="Rows for the scan head by head; 0: none.", show_default=False)
+    ] = None,
     scope: Annotated[
         Scope, typer.Option(help="mixed: remove branches in layers that have both; all: whole layers too.")
     ] = Scope.mixed,
@@ -82,6 +85,7 @@ def diagnose(
         length=length,
         passkey=lengths,
         tasks=tasks,
+        heads=heads,
         scope=scope.value,
         window=window,
         mix=mix,

@@ -5,14 +5,14 @@ Legend: B rows, T tokens, H query heads, V value dim, L layers, P tokens of all 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from hybridize import losses
 from hybridize.layers.token_mixer import TokenMixer
 from hybridize.mixers.windowed_linear import WindowedLinearMixer
 from hybridize.models.modeling import HybridForCausalLM
@@ -92,82 +92,93 @@ def branch_statistics(model: HybridForCausalLM, batches: Sequence[Any]) -> Branc
     )
 
 
+@dataclass(frozen=True)
+class Removed:
+    """One removal: the linear branch of a layer, or of one of its heads."""
+
+    layer: int
+    head: int | None = None
+
+
 def loss_rises(
     model: HybridForCausalLM,
     batches: Sequence[Any],
-    whole: TokenLosses,
-    where_NT: Tensor,
+    first: int,
     removal: Removal,
+    *,
+    heads: bool = False,
     on_progress: Progress | None = None,
-) -> list[Estimate | None]:
-    """For every layer with both branches: the rise of the loss on some tokens when its linear branch alone is removed."""
-    rises: list[Estimate | None] = []
-    for layer, mixer in enumerate(model.mixers):
-        if on_progress is not None:
-            on_progress(layer, len(model.mixers))
-        if not mixer.mixed:
-            rises.append(None)
-            continue
-        with model.override("softmax_only", removal, layers=[layer]):
-            rises.append(token_losses(model, batches).less(whole, where_NT))
-    return rises
+) -> dict[Removed, Estimate | None]:
+    """The rise of the loss on far-eligible tokens (queries from position `first` on) when the linear branch of one layer
+    alone is removed; with `heads`, of one head alone.
 
-
-def estimated_rises(
-    model: HybridForCausalLM, batches: Sequence[Any], first: int, removal: Removal
-) -> tuple[list[list[float] | None], int]:
-    """The same head by head, to first order: `[layer][head]`, None in layers without both branches; and the tokens counted.
-
-    With o + a (o_removed - o) in place of every head's output, the derivative of the loss in a at 0 is the linear part of
-    the rise that removing the head's far branch would cause; one backward pass gives all heads. `first` is the first
-    far-eligible position; the mean is over the far-eligible tokens of all batches.
+    Layers below the removal are computed once. (First-order estimates from one backward pass were tried: they get the sign
+    of large effects wrong.)
     """
-    gates = {
-        layer: torch.zeros(mixer.shape.heads, device=model.device, requires_grad=True)
+    removals = [
+        Removed(layer, head)
         for layer, mixer in enumerate(model.mixers)
         if mixer.mixed
-    }
+        for head in (range(mixer.shape.heads) if heads else (None,))
+    ]
+    parts: dict[Removed, list[tuple[TokenLosses, TokenLosses]]] = {removed: [] for removed in removals}
+    for number, batch in enumerate(batches):
+        with _recorded(model) as outputs:
+            whole = token_losses(model, [batch])
+        for done, removed in enumerate(removals):
+            if on_progress is not None:
+                on_progress(number * len(removals) + done, len(batches) * len(removals))
+            where = None
+            if removed.head is not None:
+                where = torch.zeros(1, 1, model.mixers[removed.layer].shape.heads, dtype=torch.bool)
+                where[..., removed.head] = True
+            with (
+                model.override("softmax_only", removal, layers=[removed.layer], where=where),
+                _starting_at(model, removed.layer, outputs),
+            ):
+                parts[removed].append((token_losses(model, [batch]), whole))
+    return {removed: _together(pairs, first) for removed, pairs in parts.items()}
 
-    def mix(mixer: TokenMixer, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> Tensor:
-        o = mixer.attend(q, k, v, sequences)
-        gate = gates.get(mixer.shape.layer)
-        if gate is None:
-            return o
-        before = mixer.effective
-        mixer.effective = replace(before, mode="softmax_only", removal=removal)
-        removed = mixer.attend(q, k, v, sequences)
-        mixer.effective = before
-        return o + gate.to(o.dtype)[:, None] * (removed - o)
 
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    model.requires_grad_(False)
-    tokens = 0
+def _together(pairs: list[tuple[TokenLosses, TokenLosses]], first: int) -> Estimate | None:
+    ablated = TokenLosses(
+        torch.cat([a.nll_NT for a, _ in pairs]), torch.cat([a.position_NT for a, _ in pairs])
+    )
+    whole = TokenLosses(torch.cat([b.nll_NT for _, b in pairs]), ablated.position_NT)
+    return ablated.less(whole, whole.from_position(first))
+
+
+def _layers(model: HybridForCausalLM) -> list[nn.Module]:
+    return list(cast(nn.ModuleList, model.model.layers))
+
+
+@contextmanager
+def _recorded(model: HybridForCausalLM) -> Iterator[list[Any]]:
+    """What every decoder layer gives in the forward pass inside."""
+    outputs: list[Any] = [None] * len(_layers(model))
+
+    def keep(index: int) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            outputs[index] = output
+
+        return hook
+
+    handles = [layer.register_forward_hook(keep(index)) for index, layer in enumerate(_layers(model))]
     try:
-        for batch in batches:
-            for row in range(len(batch.input_ids_BT)):
-                ids_1T, position_1T = batch.input_ids_BT[row : row + 1], batch.position_ids_BT[row : row + 1]
-                labels_1T = batch.labels_BT[row : row + 1].clone()
-                labels_1T[:, 1:][position_1T[:, :-1] < first] = (
-                    losses.IGNORE
-                )  # target t + 1 belongs to query t
-                labels_1T[:, 0] = losses.IGNORE
-                if not losses.count_targets(labels_1T):
-                    continue
-                with torch.enable_grad(), model.intercepted(mix):
-                    hidden, _ = model.hidden_states(ids_1T.to(model.device), position_ids=position_1T)
-                    loss, count = losses.next_token_ce(
-                        hidden, model.lm_head, labels_1T, softcap=model.final_softcap
-                    )
-                    loss.backward()
-                tokens += int(count)
+        yield outputs
     finally:
-        for parameter in trainable:
-            parameter.requires_grad_(True)
-    if tokens == 0:
-        return [None] * len(model.mixers), 0
-    return [
-        [float(x) / tokens for x in gates[layer].grad.tolist()]  # type: ignore[union-attr]
-        if layer in gates and gates[layer].grad is not None
-        else None
-        for layer in range(len(model.mixers))
-    ], tokens
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _starting_at(model: HybridForCausalLM, layer: int, outputs: Sequence[Any]) -> Iterator[None]:
+    """Forward passes inside compute decoder layers from `layer` on; those below give what they gave before."""
+    below = _layers(model)[:layer]
+    for module, output in zip(below, outputs, strict=False):
+        module.forward = lambda *args, output=output, **kwargs: output
+    try:
+        yield
+    finally:
+        for module in below:
+            del module.forward

@@ -20,7 +20,7 @@ from hybridize.models.modeling import HybridForCausalLM
 from hybridize.models.surgery import hybridize_model
 from hybridize.ops.types import Removal
 from hybridize.plan.bytes import softmax_spec, state_bytes
-from hybridize.probes.branches import branch_statistics, estimated_rises, loss_rises
+from hybridize.probes.branches import Removed, branch_statistics, loss_rises
 from hybridize.probes.controls import SINKS, window_control, window_sizes
 from hybridize.probes.entries import (
     Measured,
@@ -47,15 +47,14 @@ REMOVAL: Removal = "renormalize"
 class Plan:
     """What to measure.
 
-    layer_rows: rows of text for the scan layer by layer (0: to first order only, as for heads). head_rows: rows for the
-        estimate head by head. ablations: (mode, removal) pairs besides the model as it is.
+    layer_rows, head_rows: rows of text for the scans layer by layer and head by head (0: none). ablations: (mode, removal) pairs besides the model as it is.
     """
 
     passkey_lengths: tuple[int, ...] = (512, 1024)
     passkey_samples: int = 20
     tasks: int = 50
     layer_rows: int = 8
-    head_rows: int = 4
+    head_rows: int = 2
     ablations: tuple[tuple[str, Removal], ...] = (
         ("softmax_only", "zero"),
         ("softmax_only", "renormalize"),
@@ -72,8 +71,8 @@ class Plan:
 QUICK = Plan(
     passkey_lengths=(),
     tasks=0,
-    layer_rows=0,
-    head_rows=1,
+    layer_rows=1,
+    head_rows=0,
     ablations=(("softmax_only", "zero"), ("softmax_only", "renormalize"), ("far_only", "zero")),
 )
 WINDOW_CONTROL, TUNED = "teacher, window of the same bytes", "teacher, same fine-tuning"
@@ -285,25 +284,32 @@ class _Run:
         assert self.split_at is not None
         batches = self.texts[text]
         self.say("branches of every layer", 0, 0)
-        statistics = branch_statistics(hybrid, _rows(batches, max(self.plan.layer_rows, self.plan.head_rows)))
-        self.say("heads", 0, 0)
-        heads, tokens = estimated_rises(hybrid, _rows(batches, self.plan.head_rows), self.split_at, REMOVAL)
-        rises: list[dict[str, Any] | None]
-        if self.plan.layer_rows:
-            chosen = _rows(batches, self.plan.layer_rows)
-            count = sum(len(batch.input_ids_BT) for batch in chosen)
-            part = TokenLosses(base.nll_NT[:count], base.position_NT[:count])
-            where_NT = part.from_position(self.split_at)
-            exact = loss_rises(hybrid, chosen, part, where_NT, REMOVAL, partial(self.say, "layer by layer"))
-            rises, tokens = [plain_estimate(rise) for rise in exact], int(where_NT.sum())
-        else:
-            rises = [None if row is None else {"value": sum(row)} for row in heads]
+        statistics = branch_statistics(hybrid, _rows(batches, max(2, self.plan.layer_rows)))
+        chosen = _rows(batches, self.plan.layer_rows)
+        count = sum(len(batch.input_ids_BT) for batch in chosen)
+        tokens = int(
+            TokenLosses(base.nll_NT[:count], base.position_NT[:count]).from_position(self.split_at).sum()
+        )
+        layers = range(len(hybrid.mixers))
+        rises = loss_rises(
+            hybrid, chosen, self.split_at, REMOVAL, on_progress=partial(self.say, "layer by layer")
+        )
+        heads = None
+        if self.plan.head_rows:
+            by_head = loss_rises(
+                hybrid,
+                _rows(batches, self.plan.head_rows),
+                self.split_at,
+                REMOVAL,
+                heads=True,
+                on_progress=partial(self.say, "head by head"),
+            )
+            heads = [_row_of(by_head, layer) for layer in layers]
         return {
             "text": text,
             "tokens": tokens,
             "removal": REMOVAL,
-            "estimated": not self.plan.layer_rows,
-            "loss_rise": rises,
+            "loss_rise": [plain_estimate(rises.get(Removed(layer))) for layer in layers],
             "heads": heads,
             "near_norm": statistics.near_norm,
             "far_norm": statistics.far_norm,
@@ -313,6 +319,12 @@ class _Run:
                 {"start": start, "end": end, "share": share} for start, end, share in statistics.by_position
             ],
         }
+
+
+def _row_of(rises: Mapping[Removed, Estimate | None], layer: int) -> list[float] | None:
+    """The rises of a layer's heads, None for a layer without both branches."""
+    row = [rise for removed, rise in rises.items() if removed.layer == layer]
+    return [rise.value if rise is not None else 0.0 for rise in row] or None
 
 
 def _rows(batches: Sequence[Any], rows: int) -> list[Any]:
