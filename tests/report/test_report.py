@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-import shutil
-import subprocess
-from collections import Counter
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from example_results import example
 from rich.console import Console
+from tests.report.example_results import example
+from tests.report.pages import Page, check_loads_nothing, check_references
 
 from hybridize.report.html import render_html, render_table, write_report
 from hybridize.report.schema import (
@@ -28,45 +25,6 @@ from hybridize.report.schema import (
     load_results,
     save_results,
 )
-
-VOID = {"meta", "link", "br", "hr", "img", "input"}
-LOADING = {"src", "href", "xlink:href", "action", "poster", "srcset", "data", "background"}
-
-
-class Page(HTMLParser):
-    """Counts elements, collects attributes and visible text, and checks that elements nest."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.elements: Counter[str] = Counter()
-        self.ids: Counter[str] = Counter()
-        self.attributes: list[tuple[str, str, str]] = []
-        self.texts: list[str] = []
-        self.feed(html)
-        self.close()
-        assert self.open == [], f"unclosed: {self.open}"
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_startendtag(tag, attrs)
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements[tag] += 1
-        self.attributes += [(tag, name, value or "") for name, value in attrs]
-        self.ids.update(value for name, value in attrs if name == "id" and value)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open and self.open.pop() == tag, f"</{tag}> does not close what is open"
-
-    def handle_data(self, data: str) -> None:
-        if not {"style", "script"} & set(self.open):
-            self.texts.append(data)
-
-    @property
-    def text(self) -> str:
-        return " ".join(" ".join(self.texts).split())
 
 
 def bare() -> Results:
@@ -122,24 +80,11 @@ def test_axes_carry_units() -> None:
 
 
 def test_loads_nothing_from_outside() -> None:
-    html = render_html(example())
-    page = Page(html)
-    assert "http:" not in html and "https:" not in html and "@import" not in html
-    for tag, name, value in page.attributes:
-        if name in LOADING:
-            assert value.startswith(("#", "data:image/png;base64,")), (tag, name, value[:60])
-    assert not re.search(r"url\((?!#)", html)
+    check_loads_nothing(render_html(example()))
 
 
 def test_ids_are_unique_and_references_resolve() -> None:
-    html = render_html(example())
-    page = Page(html)
-    assert [name for name, count in page.ids.items() if count > 1] == []
-    references = set(re.findall(r"url\(#([^)]+)\)", html))
-    references |= {
-        value[1:] for _, name, value in page.attributes if name == "href" and value.startswith("#")
-    }
-    assert references and references <= set(page.ids)
+    check_references(render_html(example()))
 
 
 def test_same_results_give_the_same_page() -> None:
@@ -319,34 +264,3 @@ def test_square_brackets_are_not_markup() -> None:
     with console.capture() as capture:
         console.print(render_table(results))
     assert "teacher [bold]x[/bold] [/]" in capture.get()
-
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium installed")
-def test_opens_in_a_real_browser(tmp_path: Path) -> None:
-    """A phone-wide frame around the page must not scroll sideways; the frame's script reports what it measures."""
-    assert CHROMIUM
-    save_results(example(), tmp_path)
-    write_report(tmp_path)
-    frame = tmp_path / "frame.html"
-    frame.write_text(
-        "<iframe id=f src=report.html style='width:390px;height:900px'></iframe><p id=out></p><script>"
-        "f.onload = () => { const d = f.contentDocument, root = d.documentElement;"
-        "out.textContent = `scroll ${root.scrollWidth} client ${root.clientWidth} figures ${d.querySelectorAll('svg').length}"
-        " drawn ${[...d.querySelectorAll('figure svg')].every(s => s.getBoundingClientRect().height > 150)}`; }</script>"
-    )
-    command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files"]
-    command += [
-        f"--user-data-dir={tmp_path / 'profile'}",
-        "--virtual-time-budget=5000",
-        "--dump-dom",
-        frame.as_uri(),
-    ]
-    dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-    found = re.search(r"scroll (\d+) client (\d+) figures (\d+) drawn (\w+)", dom)
-    assert found, dom[-500:]
-    scroll, client, figures, drawn = found.groups()
-    assert int(scroll) <= int(client), "the page scrolls sideways on a phone"
-    assert (figures, drawn) == ("6", "true")

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 
 import pytest
-from example_results import example
+from tests.report.example_results import example
 
 from hybridize.report.schema import PerplexityEntry, Results, Row
 from hybridize.report.summary import (
     format_bytes,
     format_length,
+    format_nats,
     format_number,
     format_seconds,
+    shorten,
     stage_sentences,
 )
 
@@ -46,6 +48,37 @@ def test_units() -> None:
     assert [format_seconds(s) for s in (3.21, 42, 59.9, 60, 119.9, 312, 3599, 3600, 11_040)] == [
         "3.2 s", "42 s", "1 min 00 s", "1 min 00 s", "2 min 00 s", "5 min 12 s", "59 min 59 s", "1 h 00 min", "3 h 04 min",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0234, "+0.023"),
+        (0.1, "+0.100"),
+        (-0.00041, "−0.0004"),
+        (0.00996, "+0.010"),
+        (-0.00004, "0"),
+        (0, "0"),
+        (8.913, "+8.913"),
+        (9.9961, "+10.00"),
+        (-123.4, "−123.40"),
+        (3e7, "+3.00e+07"),
+        (-3e7, "−3.00e+07"),
+        (math.inf, "infinite"),
+        (-math.inf, "−infinite"),
+        (math.nan, "not a number"),
+        (None, "–"),
+    ],
+)
+def test_nats(value: float | None, text: str) -> None:
+    assert format_nats(value) == text
+
+
+def test_shorten() -> None:
+    assert shorten("two\n lines") == "two lines"
+    assert shorten("x" * 34) == "x" * 34
+    short = shorten("teacher, sliding window of 216 keys and 4 sinks", 30)
+    assert short == "teacher, sliding win…d 4 sinks" and len(short) == 30
 
 
 def row(name: str, value: float, kind: str = "stage", spread: float | None = 0.01) -> Row:

@@ -159,6 +159,7 @@ def diagnose(
         "verdict": verdict_entry(_judge(plain, mixed, first, deltas, needs)),
         "models": models,
         "layers": run.layers(student, first, base[first]) if mixed else None,
+        "far_from": run.split_at,
         "need": {name: need_entry(need) for name, need in needs.items()},
         "gain": subject.gain,
         "seconds": time.monotonic() - began,

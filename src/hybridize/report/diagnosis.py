@@ -154,7 +154,11 @@ class Verdict(Entry):
 
 
 class RunDiagnosis(Entry):
-    """One run or model. `models` begins with the teacher (where known), then the student."""
+    """One run or model. `models` begins with the teacher (where known), then the student.
+
+    far_from: the first position whose query has a key beyond the window in some layer; before it, removing the linear branch
+    changes nothing.
+    """
 
     name: str
     source: str
@@ -164,6 +168,7 @@ class RunDiagnosis(Entry):
     verdict: Verdict
     models: list[ModelEntry]
     layers: LayerEntry | None = None
+    far_from: int | None = None
     need: dict[str, NeedEntry] = Field(default_factory=dict)
     gain: list[GainCurve] = Field(default_factory=list)
     seconds: float = 0.0

@@ -3,35 +3,15 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
-import jinja2
 from markupsafe import Markup
 from rich.table import Table
 from rich.text import Text
 
-from hybridize.atomic import atomic_write
 from hybridize.report import plots, summary
+from hybridize.report.page import Cell, Plot, render, write_page
 from hybridize.report.schema import Results, Row, load_results
-
-REPORT_FILE = "report.html"
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A value and, in small print, its interval."""
-
-    value: str
-    interval: str = ""
-
-
-@dataclass(frozen=True)
-class Plot:
-    """An inline SVG and the sentence under it."""
-
-    svg: Markup
-    caption: str
 
 
 def write_report(run_folder: str | os.PathLike[str]) -> Path:
@@ -39,25 +19,13 @@ def write_report(run_folder: str | os.PathLike[str]) -> Path:
 
     Raises ValueError where the results are missing or do not fit the schema.
     """
-    page = render_html(load_results(run_folder))
-    path = Path(run_folder) / REPORT_FILE
-    with atomic_write(path, "w") as file:
-        file.write(page)
-    return path
+    return write_page(run_folder, render_html(load_results(run_folder)))
 
 
 def render_html(results: Results) -> str:
     """The page as text. It loads nothing: styles and figures are inside, and there is no script."""
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("hybridize.report"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["bytes"] = summary.format_bytes
-    environment.filters["seconds"] = summary.format_seconds
-    return environment.get_template("report.html.j2").render(
+    return render(
+        "report.html.j2",
         results=results,
         sentences=summary.stage_sentences(results),
         groups=table_groups(results),

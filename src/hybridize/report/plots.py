@@ -1,62 +1,36 @@
-"""Plots of a run as inline SVG that follows the page's colours, has a title for screen readers and no outside references."""
+"""Plots of a run: layers' errors, perplexity by position, curves of training."""
 
 from __future__ import annotations
 
-import html
-import io
 import math
-import re
-import zlib
 from collections.abc import Sequence
-from typing import Any
 
 import matplotlib
-from matplotlib.axes import Axes
-from matplotlib.axis import Axis
-from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.colors import LogNorm
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import MaxNLocator
 
+from hybridize.report.drawing import (
+    COLOURS,
+    INK,
+    MARKERS,
+    STYLE,
+    bucket_centre,
+    layer_axis,
+    legend_above,
+    log_ticks,
+    log_y,
+    make_axes,
+    position_axis,
+    to_svg,
+)
 from hybridize.report.schema import Curve, LayerErrors, Row
-from hybridize.report.summary import format_length
-
-# Readable on white and on near-black alike (after Okabe and Ito's palette, which stays distinct for the colour-blind; markers differ too).
-COLOURS = ("#2a88c8", "#d55e00", "#009e73", "#cc79a7", "#c98a00", "#7f6fd0")
-MARKERS = ("o", "s", "^", "D", "v", "P")
-# Lines, ticks and text are drawn in this colour and then handed to the page.
-INK = "#010203"
-STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "hybridize",
-    "text.parse_math": False,
-    "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans"],
-    "font.size": 9,
-    "axes.edgecolor": INK,
-    "axes.labelcolor": INK,
-    "axes.titlecolor": INK,
-    "text.color": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "legend.frameon": False,
-    "legend.fontsize": 8,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "grid.color": INK,
-    "grid.alpha": 0.12,
-    "axes.grid": True,
-    "lines.linewidth": 1.6,
-    "lines.markersize": 4,
-}
-# Inches; small, so that the text stays readable where a phone shrinks the figure to its width.
-SIZE = (4.5, 3.0)
+from hybridize.report.summary import shorten
 
 
 def layer_plot(layers: LayerErrors) -> str:
     """Normalised MSE of each layer before and after transfer, on a log scale."""
     with matplotlib.rc_context(STYLE):
-        figure, axes = _axes()
+        figure, axes = make_axes()
         for (name, values), colour, marker in zip(
             (("before", layers.before), ("after", layers.after)),
             (COLOURS[1], COLOURS[0]),
@@ -73,12 +47,11 @@ def layer_plot(layers: LayerErrors) -> str:
             linewidth=1,
             zorder=0,
         )
-        _log_y(axes, [*layers.before, *layers.after])
-        axes.set_xlabel("layer (from 0)")
+        log_y(axes, [*layers.before, *layers.after])
         axes.set_ylabel("MSE / teacher's variance")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
-        return _svg(figure, "layers", "Normalised error of each layer before and after transfer")
+        layer_axis(axes.xaxis)
+        legend_above(axes)
+        return to_svg(figure, "layers", "Normalised error of each layer before and after transfer")
 
 
 def history_plot(layers: LayerErrors) -> str:
@@ -87,7 +60,7 @@ def history_plot(layers: LayerErrors) -> str:
     steps, mse = layers.history.steps, layers.history.mse
     positive = [value for row in mse for value in row if 0 < value < math.inf]
     with matplotlib.rc_context({**STYLE, "axes.grid": False}):
-        figure, axes = _axes()
+        figure, axes = make_axes()
         by_layer = [[row[layer] for row in mse] for layer in range(len(mse[0]))]
         norm = LogNorm(min(positive), max(positive)) if positive and min(positive) < max(positive) else None
         image = axes.imshow(
@@ -95,55 +68,46 @@ def history_plot(layers: LayerErrors) -> str:
         )
         ticks = sorted({round(i * (len(steps) - 1) / 4) for i in range(5)})
         axes.set_xticks(ticks, [f"{steps[tick]:,}" for tick in ticks])
-        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlabel("optimizer step")
-        axes.set_ylabel("layer (from 0)")
+        layer_axis(axes.yaxis)
         bar = figure.colorbar(image, ax=axes, label="MSE / teacher's variance")
         if norm is not None:
-            _log_ticks(bar.ax.yaxis, positive)
-        return _svg(figure, "history", "Normalised error of each layer during transfer")
+            log_ticks(bar.ax.yaxis, positive)
+        return to_svg(figure, "history", "Normalised error of each layer during transfer")
 
 
 def position_plot(rows: Sequence[Row], text: str) -> str:
     """Perplexity by position in the document, one line a row; both axes logarithmic."""
     with matplotlib.rc_context(STYLE):
-        figure, axes = _axes()
+        figure, axes = make_axes()
         drawn: list[float] = []
         edges: set[int] = set()
         for i, row in enumerate(rows):
             buckets = [bucket for bucket in row.by_position.get(text, []) if bucket.tokens > 0]
             if not buckets:
                 continue
-            ends = [bucket.end or 2 * max(bucket.start, 1) for bucket in buckets]
             values = [bucket.perplexity for bucket in buckets]
             axes.plot(
-                [
-                    math.sqrt(max(bucket.start, end / 4) * end)
-                    for bucket, end in zip(buckets, ends, strict=True)
-                ],
+                [bucket_centre(bucket.start, bucket.end) for bucket in buckets],
                 values,
                 color=COLOURS[i % len(COLOURS)],
                 marker=MARKERS[i % len(MARKERS)],
                 linestyle="--" if row.kind == "control" else "-",
-                label=row.name,
+                label=shorten(row.name),
             )
             drawn += values
-            edges |= {end for bucket, end in zip(buckets, ends, strict=True) if bucket.end is not None}
-        axes.set_xscale("log", base=2)
-        if edges:
-            axes.set_xticks(sorted(edges), [format_length(edge) for edge in sorted(edges)])
-        axes.xaxis.set_minor_locator(NullLocator())
-        _log_y(axes, drawn)
-        axes.set_xlabel("position in the document (tokens)")
+            edges |= {bucket.end for bucket in buckets if bucket.end is not None}
+        log_y(axes, drawn)
+        position_axis(axes, sorted(edges))
         axes.set_ylabel("perplexity")
-        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
-        return _svg(figure, f"position-{text}", f"Perplexity by position on {text}")
+        legend_above(axes)
+        return to_svg(figure, f"position-{text}", f"Perplexity by position on {text}")
 
 
 def curve_plot(curve: Curve) -> str:
     """Training loss (thin, and smoothed) and validation loss of one stage."""
     with matplotlib.rc_context(STYLE):
-        figure, axes = _axes()
+        figure, axes = make_axes()
         smooth = _smoothed(curve.loss)
         axes.plot(curve.steps, curve.loss, color=COLOURS[0], alpha=0.3, linewidth=1)
         axes.plot(curve.steps, smooth, color=COLOURS[0], label="training, smoothed")
@@ -154,35 +118,12 @@ def curve_plot(curve: Curve) -> str:
         values = [*curve.loss, *curve.validation]
         finite = [value for value in values if 0 < value < math.inf]
         if finite and max(finite) > 5 * min(finite):
-            _log_y(axes, values)
+            log_y(axes, values)
         axes.set_xlabel("optimizer step")
         axes.set_ylabel(curve.unit)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
-        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
-        return _svg(figure, f"curve-{curve.stage}", f"Loss during {curve.stage}")
-
-
-def _axes() -> tuple[Figure, Axes]:
-    figure = Figure(figsize=SIZE, layout="constrained")
-    FigureCanvasSVG(figure)
-    return figure, figure.add_subplot()
-
-
-def _log_y(axes: Axes, values: Sequence[float]) -> None:
-    """A log axis with plain numbers, where anything can be drawn on one; few decades get the digits between."""
-    drawable = [value for value in values if 0 < value < math.inf]
-    if not drawable:
-        return
-    axes.set_yscale("log")
-    _log_ticks(axes.yaxis, drawable)
-
-
-def _log_ticks(axis: Axis, values: Sequence[float]) -> None:
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if max(values) < 1000 * min(values) else (1,)))
-    axis.set_major_formatter(
-        FuncFormatter(lambda value, _: f"{value:,.10g}" if value < 1e7 else f"{value:.0e}")
-    )
-    axis.set_minor_locator(NullLocator())
+        legend_above(axes)
+        return to_svg(figure, f"curve-{curve.stage}", f"Loss during {curve.stage}")
 
 
 def _smoothed(values: Sequence[float]) -> list[float]:
@@ -193,27 +134,3 @@ def _smoothed(values: Sequence[float]) -> list[float]:
         near = [value for value in values[max(0, i - half) : i + half + 1] if math.isfinite(value)]
         means.append(sum(near) / len(near) if near else math.nan)
     return means
-
-
-def _svg(figure: Figure, name: str, title: str) -> str:
-    """The figure as an `<svg>` element: no prologue or metadata, ids of its own, ink in the page's colour."""
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    svg = buffer.getvalue()
-    svg = svg[svg.index("<svg") :].strip()
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'\s+xmlns(:\w+)?="[^"]*"', "", svg)
-    svg = svg.replace("xlink:href=", "href=").replace(INK, "currentColor")
-    # Several figures share a page: their ids must differ, whatever characters a text's or a stage's name has.
-    prefix = f"f{zlib.crc32(name.encode()):08x}"
-    svg = re.sub(r'\bid="', f'id="{prefix}-', svg)
-    svg = re.sub(r'href="#', f'href="#{prefix}-', svg)
-    svg = re.sub(r"url\(#", f"url(#{prefix}-", svg)
-    head = re.match(r"<svg[^>]*>", svg)
-    assert head
-    view_box = re.search(r'viewBox="[^"]*"', head.group())
-    assert view_box
-    label = html.escape(title, quote=True)
-    return (
-        f'<svg {view_box.group()} role="img" aria-label="{label}"><title>{label}</title>{svg[head.end() :]}'
-    )

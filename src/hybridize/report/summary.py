@@ -28,6 +28,28 @@ def format_number(value: float | None) -> str:
     return f"{rounded:.{2 - math.floor(math.log10(abs(rounded)))}f}"
 
 
+def format_nats(value: float | None) -> str:
+    """A difference of losses, signed: +0.023, −0.0004, +8.91. Four decimals below 0.01, two from 10 on."""
+    if value is None:
+        return ABSENT
+    if not math.isfinite(value):
+        return format_number(value).replace("infinite", "infinite" if value > 0 else "−infinite")
+    size = abs(value)
+    if size >= 1e6:
+        return f"{value:+.2e}".replace("-", "−", 1) if value < 0 else f"{value:+.2e}"
+    text = f"{value:+.{4 if size < 0.00995 else 3 if size < 9.995 else 2}f}"
+    return "0" if float(text) == 0 else text.replace("-", "−")
+
+
+def shorten(name: str, length: int = 34) -> str:
+    """A name on one line, the middle left out where it is longer than `length` characters."""
+    line = " ".join(name.split())
+    if len(line) <= length:
+        return line
+    tail = (length - 1) // 3
+    return f"{line[: length - 1 - tail].rstrip()}…{line[len(line) - tail :].lstrip()}"
+
+
 def format_bytes(value: int | None) -> str:
     """Binary units: 5.27 MiB."""
     if value is None:
