@@ -3,6 +3,7 @@
 N rows, E width, C vocabulary, B batch, T tokens, H heads, V value dim, Q queries, S keys.
 """
 
+import weakref
 from itertools import pairwise
 
 import pytest
@@ -121,42 +122,71 @@ def test_weight_cross_entropy_clamps_missing_mass() -> None:
 
 @pytest.mark.parametrize("tile", [1, 3, 7, 16])
 def test_tiled_weight_cross_entropy_equals_the_whole(tile: int) -> None:
+    """Its gradients are written by hand; weights below the clamp have none."""
     tokens = 11
-    q, k, teacher = (
-        randn(1, 2, tokens, 4),
-        randn(1, 2, tokens, 4),
-        causal_weights(randn(1, 2, tokens, tokens, grad=False)),
-    )
+    q, k = randn(1, 2, tokens, 4), randn(1, 2, tokens, 4)
+    teacher = causal_weights(randn(1, 2, tokens, tokens, grad=False))
 
     def student(rows: slice) -> Tensor:
-        scores = q[..., rows, :] @ k.mT
-        hidden = torch.arange(tokens)[None] > torch.arange(tokens)[rows][:, None]
+        scores = q[..., rows, :] @ k[..., : rows.stop, :].mT
+        hidden = torch.arange(rows.stop)[None] > torch.arange(tokens)[rows][:, None]
         return scores.masked_fill(hidden, -torch.inf).softmax(-1)
 
     tiles = [slice(start, min(start + tile, tokens)) for start in range(0, tokens, tile)]
-    tiled = losses.tiled_weight_cross_entropy(lambda rows: teacher[..., rows, :], student, tiles)
-    whole = losses.weight_cross_entropy(teacher, student(slice(0, tokens)))
+    tiled = losses.tiled_weight_cross_entropy(
+        lambda rows: (teacher[..., rows, : rows.stop], student(rows)), tiles, [q, k], clamp=0.02
+    )
+    whole = losses.weight_cross_entropy(teacher, student(slice(0, tokens)), clamp=0.02)[0] * 2 * tokens
     torch.testing.assert_close(tiled, whole)
-    torch.testing.assert_close(torch.autograd.grad(tiled[0], (q, k)), torch.autograd.grad(whole[0], (q, k)))
+    expected = torch.autograd.grad(3 * whole, (q, k))
+    torch.testing.assert_close(torch.autograd.grad(3 * tiled, (q, k)), expected)
+
+
+def test_tiled_weight_cross_entropy_counts_and_learns_what_it_is_told() -> None:
+    """Queries left out reach neither value nor gradient; unused and frozen tensors get none; no graph without gradients."""
+    tokens = 6
+    q, k, unused, frozen = randn(1, 1, tokens, 4), randn(1, 1, tokens, 4), randn(3), randn(3, grad=False)
+    teacher = causal_weights(randn(1, 1, tokens, tokens, grad=False))
+    counts = torch.tensor([True, False, True, True, True, False])
+
+    def weights(rows: slice) -> tuple[Tensor, Tensor]:
+        return teacher[..., rows, :], (q[..., rows, :] @ k.mT).softmax(-1)
+
+    def tiled() -> Tensor:
+        return losses.tiled_weight_cross_entropy(
+            weights,
+            [slice(0, 4), slice(4, 6)],
+            [q, k, unused, frozen],
+            counted=lambda rows: counts[rows][None, None],
+        )
+
+    want = -(teacher * (q @ k.mT).softmax(-1).log()).sum(-1)[..., counts].sum()
+    torch.testing.assert_close(tiled(), want)
+    gradients = torch.autograd.grad(tiled(), (q, k, unused), allow_unused=True)
+    assert gradients[2] is None and gradients[0][..., ~counts, :].abs().max() == 0
+    torch.testing.assert_close(gradients[:2], torch.autograd.grad(want, (q, k)))
+    with torch.no_grad():
+        assert not tiled().requires_grad
 
 
 def test_tiled_weight_cross_entropy_keeps_one_tile() -> None:
     tokens, tile = 256, 16
     q, k = randn(1, 1, tokens, 4), randn(1, 1, tokens, 4)
+    live: list[int] = []
+
+    def weights(rows: slice) -> tuple[Tensor, Tensor]:
+        assert not live, "the tile before has left something behind"
+        pair = (q[..., rows, :] @ k.mT).softmax(-1), (k[..., rows, :] @ q.mT).softmax(-1)
+        for tensor in pair:
+            live.append(rows.start)
+            weakref.finalize(tensor.untyped_storage(), live.remove, rows.start)
+        return pair
+
     tiles = [slice(start, start + tile) for start in range(0, tokens, tile)]
-    saved = []
-    with (
-        Largest() as largest,
-        torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t),
-    ):
-        cross, _ = losses.tiled_weight_cross_entropy(
-            lambda rows: (q[..., rows, :] @ k.mT).softmax(-1),
-            lambda rows: (k[..., rows, :] @ q.mT).softmax(-1),
-            tiles,
-        )
-        assert sum(saved) < 2 * tile * tokens  # nothing of a tile's size outlives its forward pass
-        cross.backward()
-    assert largest.elements <= tile * tokens
+    with Largest() as largest:
+        losses.tiled_weight_cross_entropy(weights, tiles, [q, k]).backward()
+    assert largest.elements == tile * tokens
+    assert not live and q.grad is not None
 
 
 # ---- next-token cross-entropy
@@ -376,4 +406,4 @@ def test_bad_input_is_named() -> None:
     with pytest.raises(ValueError, match="head is a Sequential"):
         losses.next_token_ce(hidden, nn.Sequential(nn.Linear(6, 10)), labels)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="tiles is empty"):
-        losses.tiled_weight_cross_entropy(lambda rows: weight, lambda rows: weight, [])
+        losses.tiled_weight_cross_entropy(lambda rows: (weight, weight), [], [])

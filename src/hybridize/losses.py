@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.utils.checkpoint import checkpoint
 
 IGNORE = -100
 _CHUNK_ELEMENTS = 2**26  # logits of one chunk: 256 MiB in float32
@@ -54,12 +53,6 @@ def output_mse(
     return mse, mse / variance.clamp(min=1e-12)
 
 
-def _weight_sums(teacher_BHQS: Tensor, student_BHQS: Tensor, clamp: float) -> tuple[Tensor, Tensor]:
-    teacher, student = _wide(teacher_BHQS), _wide(student_BHQS)
-    cross = -(teacher * student.clamp(min=clamp).log()).sum()
-    return cross, cross + torch.xlogy(teacher, teacher).sum()
-
-
 def weight_cross_entropy(
     teacher_weights_BHQS: Tensor, student_weights_BHQS: Tensor, clamp: float = 1e-12
 ) -> tuple[Tensor, Tensor]:
@@ -76,35 +69,93 @@ def weight_cross_entropy(
             f"teacher weights have shape {tuple(teacher_weights_BHQS.shape)} and student weights"
             f" {tuple(student_weights_BHQS.shape)}: they must be equal"
         )
-    cross, divergence = _weight_sums(teacher_weights_BHQS, student_weights_BHQS, clamp)
+    teacher, student = _wide(teacher_weights_BHQS), _wide(student_weights_BHQS)
+    cross = -(teacher * student.clamp(min=clamp).log()).sum()
+    divergence = cross + torch.xlogy(teacher, teacher).sum()
     rows = max(1, teacher_weights_BHQS.shape[:-1].numel())
     return cross / rows, divergence / rows
 
 
 def tiled_weight_cross_entropy(
-    teacher: Callable[[slice], Tensor],
-    student: Callable[[slice], Tensor],
-    tiles: Sequence[slice],
+    weights: Callable[[Any], tuple[Tensor, Tensor]],
+    tiles: Sequence[Any],
+    learnt: Sequence[Tensor],
+    *,
+    counted: Callable[[Any], Tensor] | None = None,
     clamp: float = 1e-12,
-) -> tuple[Tensor, Tensor]:
-    """`weight_cross_entropy` over all queries, one tile of them in memory at a time, forward and backward.
+) -> Tensor:
+    """The cross-entropy of `weight_cross_entropy`, summed over all queries, one tile of them in memory at a time.
 
-    `teacher(rows)` and `student(rows)` give the weights `[B, H, Q, S]` of the queries in `rows`; S may differ from tile to
-    tile. Each tile is recomputed in the backward pass, so the memory held is one tile x S. The teacher gets no gradient.
+    The gradients are formed while a tile's weights exist: nothing of a tile's size outlives it and nothing is computed
+    twice.
+
+    Args:
+        weights: the teacher's and the student's weights `[B, H, Q, S]` of a tile; B, Q and S may differ from tile to tile.
+            The teacher gets no gradient.
+        tiles: what `weights` takes; together they hold every query once.
+        learnt: every tensor that the gradient shall reach; whatever else the student's weights come from is a constant.
+        counted: which queries of a tile count, a bool that broadcasts to `[B, H, Q]`; by default all.
+        clamp: the lower bound of the student's weights in the logarithm.
     """
     if not tiles:
-        raise ValueError("tiles is empty: give at least one slice of queries")
+        raise ValueError("tiles is empty: give at least one tile of queries")
 
-    def one_tile(rows: slice) -> tuple[Tensor, Tensor, int]:
-        with torch.no_grad():
-            weights = teacher(rows)
-        return *_weight_sums(weights, student(rows), clamp), weights.shape[:-1].numel()
+    def one_tile(tile: Any) -> Tensor:
+        teacher, student = weights(tile)
+        cross_BHQ: Tensor = _TileCross.apply(_wide(teacher), _wide(student), clamp)
+        return (cross_BHQ if counted is None else cross_BHQ.masked_fill(~counted(tile), 0)).sum()
 
-    parts = [checkpoint(one_tile, rows, use_reentrant=False) for rows in tiles]
-    rows = max(1, sum(part[2] for part in parts))
-    return torch.stack([part[0] for part in parts]).sum() / rows, torch.stack(
-        [part[1] for part in parts]
-    ).sum() / rows
+    total: Tensor = _TiledSum.apply(one_tile, tiles, torch.is_grad_enabled(), *learnt)
+    return total
+
+
+class _TileCross(torch.autograd.Function):
+    """-sum_i A_i ln max(A'_i, clamp) `[B, H, Q]`; keeps its gradient -A_i / A'_i alone of what has a tile's size."""
+
+    @staticmethod
+    def forward(ctx, teacher_BHQS, student_BHQS, clamp):  # type: ignore[no-untyped-def]
+        bounded = student_BHQS.clamp(min=clamp)
+        if ctx.needs_input_grad[1]:
+            gradient = (teacher_BHQS / bounded).masked_fill_(student_BHQS < clamp, 0)
+            ctx.save_for_backward(gradient)
+        return -bounded.log_().mul_(teacher_BHQS).sum(-1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_BHQ):  # type: ignore[no-untyped-def]
+        (gradient,) = ctx.saved_tensors
+        return None, gradient * -grad_BHQ[..., None], None
+
+
+class _TiledSum(torch.autograd.Function):
+    """Sum of `one_tile` over the tiles, which uses the very tensors in `learnt`."""
+
+    @staticmethod
+    def forward(ctx, one_tile, tiles, learn, *learnt):  # type: ignore[no-untyped-def]
+        wanted = [i for i, need in enumerate(ctx.needs_input_grad[3:]) if need and learn]
+        gradients: list[Tensor | None] = [None] * len(learnt)
+        sums = []
+        for tile in tiles:
+            with torch.set_grad_enabled(bool(wanted)):
+                tile_sum = one_tile(tile)
+            sums.append(tile_sum.detach())
+            if tile_sum.requires_grad:
+                parts = torch.autograd.grad(tile_sum, [learnt[i] for i in wanted], allow_unused=True)
+                for i, part in zip(wanted, parts, strict=True):
+                    gradients[i] = _plus(gradients[i], part)
+        ctx.save_for_backward(*gradients)
+        return torch.stack(sums).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        return None, None, None, *(None if x is None else (x * grad).to(x.dtype) for x in ctx.saved_tensors)
+
+
+def _plus(total: Tensor | None, part: Tensor | None) -> Tensor | None:
+    if total is None or part is None:
+        return part if total is None else total
+    return total + part
 
 
 def shift(labels_BT: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:

@@ -1,21 +1,33 @@
 """Attention transfer: every objective and mixer, what trains, and the weight cross-entropy against a naive one."""
 
-from itertools import pairwise
+import itertools
+import weakref
+from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
 import torch
 from tests.convert import bench
 from tests.models.tiny import tiny_model
-from torch import Tensor
+from tests.pairwise import full_product, label, pairwise
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from hybridize.convert.transfer import TransferStage
+from hybridize import losses
+from hybridize.convert import transfer
+from hybridize.convert.transfer import TransferStage, cut, weight_cross_entropy
 from hybridize.data.batching import Batch
+from hybridize.layers.token_mixer import TokenMixer
+from hybridize.models.families import FAMILIES, AttentionShape
 from hybridize.models.modeling import HybridForCausalLM
 from hybridize.models.surgery import hybridize_model
-from hybridize.recipe import TransferStep
+from hybridize.ops.sequences import Sequences
+from hybridize.recipe import Objective, TransferStep
 from hybridize.spec import HybridSpec
 
+W = 4
 WINDOWED = bench.WINDOWED
 SEPARATE = WINDOWED | {"normalizer": {"kind": "separate", "mix": "fixed"}}
 SPECS = {
@@ -102,7 +114,7 @@ def test_layers_pass_the_teachers_output_on(text):
         batch.input_ids_BT.numel(),
     ]
     with torch.no_grad():
-        documents = batch.input_ids_BT.flatten().split([b - a for a, b in pairwise(bounds)])
+        documents = batch.input_ids_BT.flatten().split([b - a for a, b in itertools.pairwise(bounds)])
         assert len(documents) > 2
         for document in documents:
             teacher(document[None])
@@ -177,6 +189,180 @@ def naive_weight_ce(q, k, w_q, w_k, logit, lengths, scale, against, w=8):
             total = total - (teacher * student.clamp(min=1e-12).log()).masked_fill(~causal, 0).sum()
         begin += n
     return total / (heads * sum(lengths))
+
+
+HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (3, 1)}
+NEAR = {
+    "sliding": {"kind": "sliding", "size": W},
+    "terraced": {"kind": "terraced", "size": W},
+    "sliding-sinks": {"kind": "sliding", "size": W, "sinks": 2},
+    "terraced-sinks": {"kind": "terraced", "size": W, "sinks": 6},
+    "terraced-overlap": {"kind": "terraced", "size": W, "sinks": 1, "overlap": True},
+}
+NORMALIZERS = {
+    "shared": {"kind": "shared", "gamma": 0.3},
+    "shared-1mg": {"kind": "shared", "eta": "one_minus_gamma"},
+    "fixed": {"kind": "separate", "gate": 0.7},
+    "learnt": {"kind": "separate", "mix": "learnt", "empty_far": "zero"},
+    "mass": {"kind": "separate", "mix": "mass"},
+}
+MAPS = {
+    "query": {"kind": "hedgehog", "features": 6},
+    "kv": {"kind": "hedgehog", "features": 6, "k_map_heads": "kv", "init": "identity_noise"},
+    "t2r": {"kind": "t2r", "features": 5},
+}
+EQUALITY = [
+    *pairwise(
+        {
+            "attention": ("windowed_linear",),
+            "heads": tuple(HEADS),
+            "near": tuple(NEAR),
+            "normalizer": tuple(NORMALIZERS),
+            "map": tuple(MAPS),
+            "against": ("hybrid", "linear_only"),
+            "teacher": (None, 5),
+            "softcap": (None, 1.5),
+            "tile": ((3, 1), (5, 200), (128, 2**20)),
+        }
+    ),
+    *full_product({"attention": ("linear",), "heads": ("gqa",), "map": tuple(MAPS), "tile": ((5, 200),)}),
+]
+
+
+def layer(row: dict) -> TokenMixer:
+    """A float64 layer of one group whose own parameters have left their first values."""
+    heads, kv_heads = HEADS[row["heads"]]
+    spec = {"attention": row["attention"], "feature_map": MAPS[row["map"]]}
+    if row["attention"] == "windowed_linear":
+        spec |= {"window": NEAR[row["near"]], "normalizer": NORMALIZERS[row["normalizer"]]}
+    resolved = HybridSpec.model_validate({"all": spec}).resolve(
+        layers=1, heads=heads, kv_heads=kv_heads, head_dim=8
+    )
+    shape = AttentionShape(0, 32, heads, kv_heads, 8, 0.5, row.get("softcap"), row.get("teacher"), True)
+    mixer = TokenMixer(nn.Module(), FAMILIES["llama"], shape, resolved.layers[0]).double()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in mixer.groups.parameters():
+            parameter.add_(0.5 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    return mixer
+
+
+def draw(mixer: TokenMixer, tokens: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    q, k = (
+        torch.randn(1, tokens, heads, 8, generator=generator, dtype=torch.float64)
+        for heads in (mixer.shape.heads, mixer.shape.kv_heads)
+    )
+    return q, k
+
+
+def dense_weights(output: Callable[..., Tensor], q: Tensor, k: Tensor) -> Tensor:
+    """`[1, H, T, T]`: what attention gives where the value of token i is the i-th unit vector."""
+    tokens = q.shape[1]
+    units = torch.eye(tokens, dtype=q.dtype)[None, :, None].expand(1, tokens, k.shape[2], tokens)
+    return output(q, k, units, Sequences.dense(1, tokens)).transpose(1, 2)
+
+
+@pytest.mark.parametrize("row", EQUALITY, ids=label)
+def test_weight_cross_entropy_equals_the_materialised_one(row, monkeypatch):
+    """Packed documents of mixed lengths in tiles of several sizes; the weights themselves come from the operations' outputs."""
+    queries, budget = row["tile"]
+    monkeypatch.setattr(transfer, "QUERIES", queries)
+    monkeypatch.setattr(transfer, "BUDGET", {False: budget})
+    lengths = (2, 3 * W + 5, 1, 2 * W, W - 1, 0, W + 1, 3 * W + 5, W, 2 * W + 1)
+    mixer = layer(row)
+    group = mixer.mixers[0]
+    q, k = draw(mixer, sum(lengths))
+    sequences = Sequences.packed(torch.tensor([0, *accumulate(lengths)]))
+    objective = Objective(weight_ce=1, against=row.get("against", "hybrid"))
+    if objective.against == "linear_only":
+        student = group.linear_only
+    else:
+        student = lambda *x: group.attend(*x)[0]  # noqa: E731
+    total = torch.zeros((), dtype=torch.float64)
+    for q_T, k_T in zip(q.split(lengths, 1), k.split(lengths, 1), strict=True):
+        if q_T.shape[1]:
+            with torch.no_grad():
+                teacher = dense_weights(mixer.teacher, q_T, k_T)
+            total = (
+                total
+                + q_T.shape[1] * losses.weight_cross_entropy(teacher, dense_weights(student, q_T, k_T))[0]
+            )
+    expected = total / sum(lengths)
+    value = weight_cross_entropy(mixer, group, q, k, sequences, objective)
+    torch.testing.assert_close(value, expected, atol=1e-10, rtol=1e-10)
+    parameters = dict(group.named_parameters())
+    pairs = [torch.autograd.grad(x, list(parameters.values()), allow_unused=True) for x in (value, expected)]
+    for name, ours, theirs in zip(parameters, *pairs, strict=True):
+        assert (ours is None) == (theirs is None), name
+        if theirs is not None:
+            assert theirs.abs().max() > 1e-6
+            torch.testing.assert_close(
+                ours, theirs, atol=1e-10, rtol=1e-10, msg=lambda m, n=name: f"{n}: {m}"
+            )
+    with torch.no_grad():
+        unlearnt = weight_cross_entropy(mixer, group, q, k, sequences, objective)
+    assert not unlearnt.requires_grad and torch.equal(unlearnt, value)
+
+
+@pytest.mark.parametrize("budget", [1, 300, 5000, 2**20])
+def test_tiles_hold_every_query_once_within_their_budget(budget, monkeypatch):
+    monkeypatch.setattr(transfer, "QUERIES", 8)
+    lengths, heads = (5, 0, 40, 1, 8, 9, 40, 33), 3
+    sequences = Sequences.packed(torch.tensor([0, *accumulate(lengths)]))
+    flat = torch.arange(sum(lengths))
+    seen = []
+    for tile in cut(sequences, heads, budget):
+        index = tile.lay(flat)
+        queries = tile.last - tile.first
+        assert index.shape[1] == tile.last and queries <= 8
+        assert len(index) == 1 or heads * queries * index.numel() <= budget
+        seen.append(index[:, tile.first :][tile.counted().squeeze(1)])
+        assert ((index == index[:, :1] + torch.arange(tile.last)) | (index == index.amax(1, True))).all()
+    assert torch.equal(torch.cat(seen).sort().values, flat)
+    assert cut(Sequences.dense(2, 0), heads, budget) == []
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes that were alive at once of what was made inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self.seen: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and (key := tensor.untyped_storage()._cdata) not in self.seen:
+                size = tensor.untyped_storage().nbytes()
+                self.seen.add(key)
+                self.live += size
+                self.peak = max(self.peak, self.live)
+                weakref.finalize(tensor.untyped_storage(), self.free, key, size)
+        return out
+
+    def free(self, key: int, size: int) -> None:
+        self.seen.discard(key)
+        self.live -= size
+
+
+@pytest.mark.parametrize("against", ["hybrid", "linear_only"])
+def test_the_weight_cross_entropys_memory_is_linear_in_the_length(against):
+    """Forward and backward; a form that held all weights would take 4 times as much for twice the length."""
+    row = {"attention": "windowed_linear", "heads": "gqa", "near": "terraced", "map": "query"}
+    mixer = layer(row | {"normalizer": "shared"}).float()
+    peaks = []
+    for tokens in (1024, 2048):
+        q, k = (x.float() for x in draw(mixer, tokens))
+        objective = Objective(weight_ce=1, against=against)
+        with LiveBytes() as bytes_:
+            weight_cross_entropy(
+                mixer, mixer.mixers[0], q, k, Sequences.dense(1, tokens), objective
+            ).backward()
+        peaks.append(bytes_.peak)
+    assert peaks[1] < 2.1 * peaks[0]
+    assert peaks[1] < 4 * mixer.shape.heads * 2048**2
 
 
 def test_layers_that_keep_softmax_do_not_dilute_the_error(batch):

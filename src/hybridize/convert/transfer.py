@@ -28,9 +28,10 @@ from hybridize.recipe import Objective, TransferStep
 from hybridize.train import StepResult
 
 QUERIES = 128
-"""Most queries of a tile of the weight cross-entropy: its last query's keys are computed for all of them."""
-BUDGET = {False: 2**21, True: 2**25}
-"""Elements of a tile, on CUDA (True) and elsewhere."""
+"""Most queries of a tile of the weight cross-entropy. All of them are computed against the last one's keys, and every tile
+computes the features of its keys anew: fewer cost more features than they save weights, in time and in memory."""
+BUDGET = {False: 2**20, True: 2**24}
+"""Elements of a tile of several sequences, on CUDA (True) and elsewhere."""
 PARTS = {"maps": ("map_q.", "map_k."), "mix": ("mix.",)}
 
 
@@ -119,7 +120,9 @@ class TransferStage:
             if not group.far:
                 continue
             qkv = q[:, :, heads], k[:, :, kv_heads], v[:, :, kv_heads]
-            students.append(self._output(group, qkv, sequences))
+            # where the outputs only make the logged error, no gradient through them is worth its cost
+            with torch.set_grad_enabled(torch.is_grad_enabled() and self.objective.output_mse > 0):
+                students.append(self._output(group, qkv, sequences))
             teachers.append(teacher[:, :, heads])
             if self.objective.weight_ce:
                 ce = weight_cross_entropy(mixer, group, qkv[0], qkv[1], sequences, self.objective)
@@ -167,9 +170,9 @@ class Tile:
 
 
 def cut(sequences: Sequences, heads: int, budget: int) -> list[Tile]:
-    """All queries in tiles `[n, heads, Q, S]` of at most `budget` elements, or of one query where that has more.
+    """All queries in tiles `[n, heads, Q, S]` of at most `budget` elements, or of one sequence where that has more.
 
-    Longest sequences first, so that a tile's sequences have about the same length and those that are over drop out.
+    Longest sequences first: a tile's sequences have about the same length, and those that are over drop out.
     """
     lengths = sequences.array("lengths")
     order = np.argsort(-lengths, kind="stable")
@@ -211,15 +214,11 @@ def weight_cross_entropy(
     if not tiles:
         return q.new_zeros((), dtype=torch.float32)
 
-    def teacher(tile: Tile) -> Tensor:
-        rows = slice(tile.first, tile.last)
-        return softmax.coefficients(
-            tile.lay(q_PHD), tile.lay(k_PGD), window, scale=scale, softcap=softcap, rows=rows
-        )
-
-    def student(tile: Tile) -> Tensor:
-        return student_weights(tile.lay(q_PHD), tile.lay(k_PGD), slice(tile.first, tile.last))
+    def weights(tile: Tile) -> tuple[Tensor, Tensor]:
+        rows, q_nSHD, k_nSGD = slice(tile.first, tile.last), tile.lay(q_PHD), tile.lay(k_PGD)
+        teacher = softmax.coefficients(q_nSHD, k_nSGD, window, scale=scale, softcap=softcap, rows=rows)
+        return teacher, student_weights(q_nSHD, k_nSGD, rows)
 
     learnt = [parameter for parameter in group.parameters() if parameter.requires_grad]
-    total = losses.tiled_weight_cross_entropy(teacher, student, tiles, learnt, counted=Tile.counted)
+    total = losses.tiled_weight_cross_entropy(weights, tiles, learnt, counted=Tile.counted)
     return total / (heads * sequences.total)

@@ -66,8 +66,8 @@ def estimate(sums_N: Sequence[float], tokens_N: Sequence[int]) -> Estimate | Non
     if tokens == 0:
         return None
     value = sum(sums_N) / tokens
-    if all(total == value * count for total, count in zip(sums_N, tokens_N, strict=True)):
-        return Estimate(value, value, value, tokens)  # rows alike: exactly zero where two models are the same
+    if not any(sums_N):
+        return Estimate(0.0, 0.0, 0.0, tokens)  # two models that are the same: zero for certain, even on a single row
     low, high = bootstrap_ratio_interval(sums_N, tokens_N) or (None, None)
     return Estimate(value, low, high, tokens)
 

@@ -56,4 +56,6 @@ def coefficients(q_BTHD: Tensor, k_BTGD: Tensor, map_q: FeatureMap, map_k: Featu
     phi_k = phi_k.repeat_interleave(heads // phi_k.shape[1], 1)
     t = torch.arange(q_BTHD.shape[1], device=q_BTHD.device)
     weight = (phi_q @ phi_k.transpose(-1, -2)) * (t <= t[rows][:, None])
-    return weight * guarded(weight.sum(-1, keepdim=True)).reciprocal()  # its gradient has half a division's passes
+    return (
+        weight * guarded(weight.sum(-1, keepdim=True)).reciprocal()
+    )  # its gradient has half a division's passes
