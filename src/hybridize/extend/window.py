@@ -62,6 +62,6 @@ def _layers(spec: HybridSpec | ResolvedSpec) -> list[LayerSpec]:
 def _with_window(group: GroupSpec, window: Window, normalizer: Normalizer | None) -> GroupSpec:
     if group.attention == "softmax":
         return group
-    chosen = normalizer or group.normalizer or SeparateNormalizer()
+    chosen = normalizer or (SeparateNormalizer() if group.attention == "linear" else group.normalizer)
     changes = {"attention": "windowed_linear", "window": window, "normalizer": chosen}
     return GroupSpec.model_validate({**dict(group), **changes})
