@@ -100,7 +100,7 @@ def test_a_teacher_is_measured_and_has_nothing_to_remove(teacher, text):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"tasks": ["perplexty"]}, "^tasks is "),
+        ({"tasks": ["perplexty"]}, "^tasks contains 'perplexty'; did you mean 'perplexity'"),
         ({"tasks": []}, "^tasks is "),
         ({"lengths": []}, "^lengths is "),
         ({"lengths": [1]}, "^lengths is "),

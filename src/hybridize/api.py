@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,10 +18,13 @@ from hybridize.atomic import atomic_folder, full_disk_explained
 from hybridize.convert import pipeline
 from hybridize.convert.finetune import attach_adapter
 from hybridize.convert.run_folder import RunFolder, read_json
-from hybridize.convert.status import status
-from hybridize.data import DataSpec, build_rows
+from hybridize.convert.status import Say, status
+from hybridize.data import DataSpec, build_rows, open_documents
 from hybridize.data.batching import ordered_batches
+from hybridize.evals.harness import run_harness
+from hybridize.evals.offline import run_offline
 from hybridize.evals.suite import run_suite
+from hybridize.evals.suites import expand
 from hybridize.extend.window import parse_window, with_window
 from hybridize.models.configuration import HybridConfig
 from hybridize.models.modeling import HybridForCausalLM
@@ -29,7 +33,9 @@ from hybridize.recipe import Recipe, load_recipe
 from hybridize.spec import ResolvedSpec, SeparateNormalizer, first_far_position
 from hybridize.windows import Window
 
-TASKS = ("perplexity", "passkey")
+TASKS = ("perplexity", "passkey", "offline")
+"""Tasks of our own; every other name is a suite or task of lm-eval."""
+OFFLINE_SAMPLES = 50
 
 
 def convert(
@@ -203,27 +209,41 @@ class Evaluation:
 def evaluate(
     run_or_model: str | Path,
     *,
-    tasks: Sequence[str] = TASKS,
+    tasks: Sequence[str] = TASKS[:2],
     mode: str = "hybrid",
     removal: str = "zero",
     scope: str = "mixed",
     texts: Sequence[str] = ("docstrings", "code"),
     lengths: Sequence[int] = (512, 1024),
     samples: int | None = None,
+    include_path: str | Path | None = None,
+    limit: float | None = None,
+    shots: int | None = None,
     window: str | None = None,
     mix: float | None = None,
     device: str | None = None,
     dtype: str | None = None,
     progress: bool = True,
 ) -> Evaluation:
-    """Held-out perplexity by position (rows of the longest of `lengths`) and passkeys by length.
+    """Held-out perplexity by position (rows of the longest of `lengths`), passkeys by length, tasks.
 
-    `mode`, `removal` and `scope` ablate a hybrid (DESIGN D12); a teacher has nothing to remove and takes `hybrid` only.
-    `samples`: rows of each text (default 100) and keys a length (default 20).
+    Args:
+        tasks: `perplexity`, `passkey`, `offline` (see `evals.offline`), and suites (`imbalance`, `lolcats`) or names of
+            lm-eval tasks, which need the extra `eval`.
+        mode, removal, scope: ablate a hybrid (DESIGN D12); a teacher has nothing to remove and takes `hybrid` only.
+        samples: rows of each text (default 100), keys a length (20), questions of each offline task (50).
+        include_path, limit, shots: of lm-eval: a folder of local task files, the first samples of each task only, examples
+            before each question.
+        window, mix: see `load`.
     """
-    unknown = [task for task in tasks if task not in TASKS]
-    if unknown or not tasks:
-        raise ValueError(f"tasks is {list(tasks)}; allowed are {', '.join(TASKS)}")
+    if not tasks:
+        raise ValueError(f"tasks is empty; name some of {', '.join(TASKS)}, or tasks of lm-eval")
+    harness = [task for task in tasks if task not in TASKS]
+    for name in harness:
+        if close := difflib.get_close_matches(name, TASKS, n=1, cutoff=0.75):
+            raise ValueError(f"tasks contains {name!r}; did you mean {close[0]!r}?")
+    if harness:
+        expand(harness, shots)
     if not lengths or min(lengths) < 2:
         raise ValueError(f"lengths is {list(lengths)}; give at least one number of tokens, each 2 or more")
     if samples is not None and samples < 1:
@@ -257,7 +277,47 @@ def evaluate(
             split_at=split_at,
             on_progress=partial(say, f"measuring {run_or_model}"),
         )
-        return Evaluation(values | suite.to_dict())
+        values |= suite.to_dict()
+        if "offline" in tasks:
+            values["offline"] = _offline(model, tokenizer, texts[0], samples or OFFLINE_SAMPLES, say)
+        if harness:
+            result = run_harness(
+                model,
+                tokenizer,
+                harness,
+                include_path=include_path,
+                limit=limit,
+                num_fewshot=shots,
+                on_progress=partial(say, "lm-eval"),
+            )
+            values["lm_eval"] = result.to_dict()
+        return Evaluation(values)
+
+
+def _offline(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: str, samples: int, say: Say
+) -> list[dict[str, Any]]:
+    """Every offline task on the held-out documents of a text."""
+    documents, _ = open_documents(DataSpec(source=source), "test")
+    reach = max(
+        (
+            group.window.ring + group.window.sinks
+            for group in (model.spec.groups if isinstance(model, HybridForCausalLM) else ())
+            if group.window is not None
+        ),
+        default=128,
+    )
+    results = run_offline(
+        model,
+        tokenizer,
+        [document.text for document in documents if document.text],
+        samples=samples,
+        reach_tokens=reach,
+        max_length=max(1024, 4 * reach),
+        on_progress=partial(say, "offline tasks"),
+    )
+    keep = ("name", "reach", "accuracy", "low", "high", "chance", "samples")
+    return [{name: getattr(result, name) for name in keep} for result in results]
 
 
 def demo(out: str | Path = "runs/demo", *, quick: bool = False, progress: bool = True) -> Path:

@@ -21,6 +21,7 @@ from hybridize.convert.run_folder import read_json, versions
 from hybridize.convert.status import Say, status
 from hybridize.data import DataSpec, build_rows, open_documents
 from hybridize.data.batching import Batch, ordered_batches
+from hybridize.evals.suites import expand
 from hybridize.models.teacher import load_teacher, resolve_model
 from hybridize.probes.diagnose import QUICK, Plan, Subject
 from hybridize.probes.diagnose import diagnose as measure
@@ -46,6 +47,9 @@ def diagnose(
     passkey: Sequence[int] | None = None,
     tasks: int | None = None,
     heads: int | None = None,
+    harness: Sequence[str] = (),
+    include_path: str | Path | None = None,
+    limit: float | None = None,
     scope: str = "mixed",
     window: str | None = None,
     mix: float | None = None,
@@ -64,6 +68,7 @@ def diagnose(
         rows, length: rows of each text and tokens a row; by default 64 rows of 1,024 on a GPU, 8 on a CPU.
         passkey: prompt lengths (default 512, 1024; empty: none). tasks: samples a task (default 50; 0: none).
         heads: rows for the scan head by head (default 2 on a GPU, 0 on a CPU, where a row takes minutes).
+        harness: lm-eval suites (`imbalance`, `lolcats`) or tasks; include_path, limit: see `evaluate`.
         scope: `mixed` removes branches in layers that have both; `all` also whole layers of one kind.
         window, mix: see `load`.
 
@@ -88,6 +93,10 @@ def diagnose(
         plan = replace(plan, layer_rows=4, head_rows=0)
     if heads is not None:
         plan = replace(plan, head_rows=heads)
+    if harness:
+        expand(list(harness))
+        folder_of_tasks = None if include_path is None else str(include_path)
+        plan = replace(plan, harness=tuple(harness), include_path=folder_of_tasks, limit=limit)
     rows = rows or (QUICK_ROWS if quick else 64 if gpu else 8)
     length = length or (QUICK_LENGTH if quick else 1024)
     specs = _texts(names[0], texts, length, quick)

@@ -136,13 +136,19 @@ def test_eval_hands_over_and_prints(cli, record, tmp_path):
     code, out, _ = cli(
         "eval", "run", "--mode", "softmax_only", "--removal", "renormalize", "--tasks", "perplexity, passkey",
         "--lengths", "64,128", "--samples", "3", "--dtype", "float32", "--json", tmp_path / "r.json",
-        "--texts", "code, essays", "--scope", "all",
+        "--texts", "code, essays", "--scope", "all", "--limit", 4, "--window", "sliding:8", "--mix", "0.5",
     )  # fmt: skip
     ((args, kwargs),) = calls
     assert code == 0 and args == ("run",)
     assert kwargs == {
+        "include_path": None,
+        "limit": None,
+        "shots": None,
+        "window": None,
+        "mix": None,
         "tasks": ["perplexity", "passkey"], "mode": "softmax_only", "removal": "renormalize", "lengths": [64, 128],
         "samples": 3, "device": None, "dtype": "float32", "scope": "all", "texts": ["code", "essays"],
+        "include_path": None, "limit": 4.0, "shots": None, "window": "sliding:8", "mix": 0.5,
     }  # fmt: skip
     assert "9.5" in out and "by_position" in out and "2.25" in out
     assert json.loads((tmp_path / "r.json").read_text()) == Result().to_dict()
@@ -286,3 +292,10 @@ def test_small_formats():
     assert common.split_list(" a, b,,") == ["a", "b"]
     assert evaluate.parse_lengths("64, 128") == [64, 128]
     assert generate.sampling(5, 0.0, 0.9) == {"max_new_tokens": 5, "do_sample": False}
+
+
+def test_extend_hands_over(cli, record, tmp_path):
+    calls = record("extend", result=tmp_path)
+    code, out, _ = cli("extend", "run", "--window", "sliding:64", "--mix", "0.5", "-o", tmp_path / "new")
+    assert code == 0 and "hybridize diagnose" in out
+    assert calls == [(("run", tmp_path / "new"), {"window": "sliding:64", "mix": 0.5})]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from typer.testing import CliRunner
 
 import hybridize
 from hybridize.cli.main import app
+from hybridize.evals.offline import TaskResult
 from hybridize.models.surgery import hybridize_model
+from hybridize.probes.entries import Measured, points
 from hybridize.recipe import Recipe
 from hybridize.report.diagnosis import load_diagnosis
 
@@ -189,3 +192,37 @@ def test_a_branch_of_the_real_teacher_that_is_forced_off_is_seen(gate, linear, w
     removed = models_of(found)["softmax_only, zero"].texts["docstrings"].far_delta
     assert (removed.value, removed.low, removed.high) == (0, 0, 0)
     assert all(rise is None or abs(rise.value) < 1e-6 for rise in entry.layers.loss_rise)
+
+
+def test_tasks_of_lm_eval_give_delta_la_in_points_and_recovered_performance(run, text, tmp_path):
+    pytest.importorskip("lm_eval")
+    local = Path(__file__).parents[1] / "evals" / "local_tasks"
+    found = diagnose(
+        run, out=tmp_path, texts=[str(text)], quick=True, harness=["arc_easy"], include_path=local, limit=8
+    )
+    (entry,) = found.runs
+    models = models_of(found)
+    assert {name for name, model in models.items() if model.tasks} >= {"tiny", "softmax_only, zero"}
+    student, without = (models[name].tasks["arc_easy"].accuracy for name in ("tiny", "softmax_only, zero"))
+    reason = entry.verdict.reasons[-1]
+    assert reason.startswith(
+        f"lm-eval tasks: AVG {100 * student:.1f} with the linear branch, {100 * without:.1f} without"
+    )
+    assert "recovered performance" in reason
+    delta = entry.verdict.figures["delta_LA, lm-eval tasks (points)"]
+    assert delta.value == pytest.approx(100 * (student - without)) and delta.low <= delta.value <= delta.high
+
+
+def test_averages_are_paired_and_weigh_tasks_alike():
+    def results(*scores):
+        return Measured(
+            {}, tasks=[TaskResult(f"t{i}", sum(s), len(s), 0.5, "far", s) for i, s in enumerate(scores)]
+        )
+
+    student, without = results((1, 1, 1, 0), (1, 0)), results((1, 0, 1, 0), (0, 0))
+    (found,) = points(student, without, results((1, 1, 1, 1), (1, 1)))
+    assert (found.student, found.without, found.teacher) == (62.5, 25.0, 100.0)
+    assert found.delta.value == 37.5 and found.delta.tokens == 6
+    assert found.delta.low <= 37.5 <= found.delta.high and "62.5% of the teacher's" in found.sentence
+    (same,) = points(student, student, None)
+    assert (same.delta.value, same.delta.low, same.delta.high) == (0, 0, 0)

@@ -58,6 +58,18 @@ def diagnose(
     heads: Annotated[
         int | None, typer.Option(min=0, help="Rows for the scan head by head; 0: none.", show_default=False)
     ] = None,
+    lm_eval: Annotated[
+        str | None,
+        typer.Option(
+            help="Comma-separated suites (imbalance, lolcats) or tasks of lm-eval.", show_default=False
+        ),
+    ] = None,
+    include_path: Annotated[
+        Path | None, typer.Option(help="Folder of local lm-eval task files.", show_default=False)
+    ] = None,
+    limit: Annotated[
+        float | None, typer.Option(help="lm-eval: only the first samples of each task.", show_default=False)
+    ] = None,
     scope: Annotated[
         Scope, typer.Option(help="mixed: remove branches in layers that have both; all: whole layers too.")
     ] = Scope.mixed,
@@ -86,6 +98,9 @@ def diagnose(
         passkey=lengths,
         tasks=tasks,
         heads=heads,
+        harness=split_list(lm_eval) if lm_eval else (),
+        include_path=include_path,
+        limit=limit,
         scope=scope.value,
         window=window,
         mix=mix,

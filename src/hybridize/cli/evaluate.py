@@ -59,7 +59,21 @@ def evaluate(
         str,
         typer.Option(help="Comma-separated held-out texts: docstrings, code, essays, or a file or folder."),
     ] = "docstrings,code",
-    tasks: Annotated[str, typer.Option(help="Comma-separated: perplexity, passkey.")] = "perplexity,passkey",
+    tasks: Annotated[
+        str,
+        typer.Option(
+            help="Comma-separated: perplexity, passkey, offline; suites (imbalance, lolcats) and tasks of lm-eval."
+        ),
+    ] = "perplexity,passkey",
+    include_path: Annotated[
+        Path | None, typer.Option(help="Folder of local lm-eval task files.", show_default=False)
+    ] = None,
+    limit: Annotated[
+        float | None, typer.Option(help="lm-eval: only the first samples of each task.", show_default=False)
+    ] = None,
+    shots: Annotated[
+        int | None, typer.Option(min=0, help="lm-eval: examples before each question.", show_default=False)
+    ] = None,
     lengths: Annotated[str, typer.Option(help="Comma-separated context lengths of the tasks.")] = "512,1024",
     samples: Annotated[
         int | None,
@@ -86,17 +100,34 @@ def evaluate(
         texts=split_list(texts),
         lengths=parse_lengths(lengths),
         samples=samples,
+        include_path=include_path,
+        limit=limit,
+        shots=shots,
         window=window,
         mix=mix,
         device=device,
         dtype=dtype.value if dtype else None,
     )
     plain = result.to_dict()
+    brief = {**plain, "lm_eval": _brief(plain["lm_eval"])} if "lm_eval" in plain else plain
     title = f"{run}, {mode.value}" + (f" ({removal.value})" if mode is not Mode.hybrid else "")
     if json_file is not None:
         write_json(plain, json_file)
     if str(json_file) != "-":
-        print_result(plain, title=title)
+        print_result(brief, title=title)
+
+
+def _brief(result: Mapping[str, Any]) -> dict[str, Any]:
+    """lm-eval's outcome without the scores of single samples."""
+    keep = ("name", "metric", "shots", "score", "samples")
+    rows = [
+        {
+            **{key: task[key] for key in keep},
+            **dict(zip(("low", "high"), task["interval"] or (None, None), strict=True)),
+        }
+        for task in result["tasks"]
+    ]
+    return {"average": result["average"], "lm_eval": result["lm_eval"], "tasks": rows}
 
 
 def parse_lengths(text: str) -> list[int]:

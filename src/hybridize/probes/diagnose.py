@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 
+from hybridize.evals.harness import run_harness
 from hybridize.evals.offline import run_offline
 from hybridize.evals.passkey import passkey
 from hybridize.models.modeling import HybridForCausalLM
@@ -24,11 +25,13 @@ from hybridize.probes.branches import Removed, branch_statistics, loss_rises
 from hybridize.probes.controls import SINKS, window_control, window_sizes
 from hybridize.probes.entries import (
     Measured,
+    Points,
     answers,
     describe_spec,
     far_tokens,
     need_entry,
     plain_estimate,
+    points,
     text_entry,
     verdict_entry,
 )
@@ -47,12 +50,16 @@ REMOVAL: Removal = "renormalize"
 class Plan:
     """What to measure.
 
-    layer_rows, head_rows: rows of text for the scans layer by layer and head by head (0: none). ablations: (mode, removal) pairs besides the model as it is.
+    tasks: samples of each offline task (0: none). harness: lm-eval suites or tasks, with local files from `include_path` and
+        `limit` samples each. layer_rows, head_rows: rows of text for the scans layer by layer and head by head (0: none). ablations: (mode, removal) pairs besides the model as it is.
     """
 
     passkey_lengths: tuple[int, ...] = (512, 1024)
     passkey_samples: int = 20
     tasks: int = 50
+    harness: tuple[str, ...] = ()
+    include_path: str | None = None
+    limit: float | None = None
     layer_rows: int = 8
     head_rows: int = 2
     ablations: tuple[tuple[str, Removal], ...] = (
@@ -135,12 +142,15 @@ def diagnose(
     first = next(iter(texts))
     far_NT = far_tokens(base[first], run.split_at)
     deltas: dict[tuple[str, str], Estimate | None] = {}
+    averages: list[Points] = []
     for mode, removal in plan.ablations:
         name = f"{mode}, {removal}"
         with student.override(mode, removal, plan.scope):
             ablated = run.measure(name, student, everything=name in ALSO_ASKED)
         about = {"name": name, "kind": "ablation", "mode": mode, "removal": removal}
         models.append(run.entry(about, ablated, base, needs, student.spec, student))
+        if name in ALSO_ASKED:
+            averages = points(measured, ablated, teacher)
         deltas[mode, removal] = ablated.losses[first].less(base[first], far_NT)
         if mode == "softmax_only" and first in needs:
             useful_NT = needs[first].useful_NT
@@ -156,7 +166,7 @@ def diagnose(
         "teacher": subject.teacher_name,
         "recipe": subject.recipe,
         "spec": describe_spec(student.spec),
-        "verdict": verdict_entry(_judge(plain, mixed, first, deltas, needs)),
+        "verdict": verdict_entry(_judge(plain, mixed, first, deltas, needs), averages),
         "models": models,
         "layers": run.layers(student, first, base[first]) if mixed else None,
         "far_from": run.split_at,
@@ -249,8 +259,19 @@ class _Run:
                 self.documents,
                 samples=self.plan.tasks,
                 reach_tokens=self.reach,
+                max_length=max(1024, 4 * self.reach),
                 seed=self.plan.seed,
                 on_progress=partial(self.say, f"{name}: tasks"),
+            )
+        if self.plan.harness:
+            measured.harness = run_harness(
+                model,
+                self.tokenizer,
+                self.plan.harness,
+                include_path=self.plan.include_path,
+                limit=self.plan.limit,
+                seed=self.plan.seed,
+                on_progress=partial(self.say, f"{name}: lm-eval"),
             )
         return measured
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hybridize.evals.offline import TaskResult
 from hybridize.evals.passkey import PasskeyResult
+from hybridize.evals.suites import HarnessResult, difference, recovered, stratified_interval
 from hybridize.probes.need import Need
 from hybridize.probes.token_losses import Estimate, TokenLosses
 from hybridize.probes.verdict import Judgement
@@ -22,6 +23,7 @@ class Measured:
     losses: dict[str, TokenLosses]
     keys: PasskeyResult | None = None
     tasks: list[TaskResult] = field(default_factory=list)
+    harness: HarnessResult | None = None
 
 
 def far_tokens(losses: TokenLosses, split_at: int | None) -> Tensor:
@@ -81,16 +83,91 @@ def answers(measured: Measured) -> dict[str, Any]:
         }
         for task in measured.tasks
     }
+    for score in measured.harness.tasks if measured.harness is not None else ():
+        low, high = score.interval or (score.score, score.score)
+        entry["tasks"][score.name] = {
+            "accuracy": score.score,
+            "low": low,
+            "high": high,
+            "samples": score.samples,
+        }
     return entry
 
 
-def verdict_entry(judgement: Judgement) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Points:
+    """Averages over tasks, in points: the student, the student without its linear branch, the teacher (None: not asked).
+
+    `delta`: DESIGN D12's delta_LA, student less softmax_only, with its 95% interval (paired, samples drawn within a task).
+    """
+
+    what: str
+    student: float
+    without: float
+    teacher: float | None
+    delta: Estimate
+
+    @property
+    def sentence(self) -> str:
+        interval = "" if self.delta.low is None else f" [{self.delta.low:+.1f}, {self.delta.high:+.1f}]"
+        said = (
+            f"{self.what}: AVG {self.student:.1f} with the linear branch, {self.without:.1f} without it, so delta_LA is "
+            f"{self.delta.value:+.1f} points{interval} over {self.delta.tokens:,} samples"
+        )
+        if self.teacher:
+            said += f"; recovered performance {100 * self.student / self.teacher:.1f}% of the teacher's {self.teacher:.1f}"
+        return said
+
+
+def points(student: Measured, without: Measured, teacher: Measured | None) -> list[Points]:
+    """delta_LA and recovered performance on the offline tasks and on the harness's, where they were measured."""
+    found = []
+    if student.tasks and without.tasks:
+        strata = [
+            (100 / len(student.tasks), [x - y for x, y in zip(a.scores, b.scores, strict=True)])
+            for a, b in zip(student.tasks, without.tasks, strict=True)
+        ]
+        low, high = stratified_interval(strata) or (None, None)
+        averages = [
+            100 * sum(task.accuracy for task in model.tasks) / len(model.tasks)
+            if model is not None and model.tasks
+            else None
+            for model in (student, without, teacher)
+        ]
+        assert averages[0] is not None and averages[1] is not None
+        delta = Estimate(averages[0] - averages[1], low, high, sum(task.samples for task in student.tasks))
+        found.append(Points("offline tasks", averages[0], averages[1], averages[2], delta))
+    if student.harness is not None and without.harness is not None:
+        change = difference(student.harness, without.harness)
+        low, high = change.interval or (None, None)
+        samples = sum(task.samples for task in student.harness.tasks)
+        known = teacher.harness if teacher is not None else None
+        if known is not None:
+            recovered(student.harness, known)  # refuses results on other samples
+        found.append(
+            Points(
+                "lm-eval tasks",
+                student.harness.average,
+                without.harness.average,
+                known.average if known is not None else None,
+                Estimate(change.points, low, high, samples),
+            )
+        )
+    return found
+
+
+def verdict_entry(judgement: Judgement, averages: list[Points]) -> dict[str, Any]:
+    """A `Verdict`; averages over tasks join its reasons and figures."""
     figures = {name: estimate.to_dict() for name, estimate in judgement.figures.items()}
+    if judgement.linear != "not_applicable":
+        figures |= {f"delta_LA, {entry.what} (points)": entry.delta.to_dict() for entry in averages}
     return {
         "linear": judgement.linear,
         "window": judgement.window,
         "sentence": judgement.sentence,
-        "reasons": judgement.reasons,
+        "reasons": [*judgement.reasons, *(entry.sentence for entry in averages)]
+        if judgement.linear != "not_applicable"
+        else judgement.reasons,
         "thresholds": judgement.thresholds,
         "figures": figures,
     }
