@@ -267,7 +267,7 @@ def dense_weights(output: Callable[..., Tensor], q: Tensor, k: Tensor) -> Tensor
 def test_weight_cross_entropy_equals_the_materialised_one(row, monkeypatch):
     """Packed documents of mixed lengths in tiles of several sizes; the weights themselves come from the operations' outputs."""
     queries, budget = row["tile"]
-    monkeypatch.setattr(transfer, "QUERIES", queries)
+    monkeypatch.setattr(transfer, "QUERIES", {False: queries})
     monkeypatch.setattr(transfer, "BUDGET", {False: budget})
     lengths = (2, 3 * W + 5, 1, 2 * W, W - 1, 0, W + 1, 3 * W + 5, W, 2 * W + 1)
     mixer = layer(row)
@@ -306,13 +306,12 @@ def test_weight_cross_entropy_equals_the_materialised_one(row, monkeypatch):
 
 
 @pytest.mark.parametrize("budget", [1, 300, 5000, 2**20])
-def test_tiles_hold_every_query_once_within_their_budget(budget, monkeypatch):
-    monkeypatch.setattr(transfer, "QUERIES", 8)
+def test_tiles_hold_every_query_once_within_their_budget(budget):
     lengths, heads = (5, 0, 40, 1, 8, 9, 40, 33), 3
     sequences = Sequences.packed(torch.tensor([0, *accumulate(lengths)]))
     flat = torch.arange(sum(lengths))
     seen = []
-    for tile in cut(sequences, heads, budget):
+    for tile in cut(sequences, heads, budget, 8):
         index = tile.lay(flat)
         queries = tile.last - tile.first
         assert index.shape[1] == tile.last and queries <= 8
@@ -320,7 +319,7 @@ def test_tiles_hold_every_query_once_within_their_budget(budget, monkeypatch):
         seen.append(index[:, tile.first :][tile.counted().squeeze(1)])
         assert ((index == index[:, :1] + torch.arange(tile.last)) | (index == index.amax(1, True))).all()
     assert torch.equal(torch.cat(seen).sort().values, flat)
-    assert cut(Sequences.dense(2, 0), heads, budget) == []
+    assert cut(Sequences.dense(2, 0), heads, budget, 8) == []
 
 
 class LiveBytes(TorchDispatchMode):

@@ -27,11 +27,12 @@ from hybridize.ops.sequences import Sequences
 from hybridize.recipe import Objective, TransferStep
 from hybridize.train import StepResult
 
-QUERIES = 128
+QUERIES = {False: 128, True: 512}
 """Most queries of a tile of the weight cross-entropy. All of them are computed against the last one's keys, and every tile
-computes the features of its keys anew: fewer cost more features than they save weights, in time and in memory."""
-BUDGET = {False: 2**20, True: 2**24}
-"""Elements of a tile of several sequences, on CUDA (True) and elsewhere."""
+computes the features of its keys anew: fewer cost more features than they save weights, in time and in memory. On CUDA
+(True) a tile costs milliseconds of launches whatever its size."""
+BUDGET = {False: 2**20, True: 2**26}
+"""Elements of a tile of several sequences."""
 PARTS = {"maps": ("map_q.", "map_k."), "mix": ("mix.",)}
 
 
@@ -169,8 +170,9 @@ class Tile:
         return (torch.arange(self.first, self.last, device=self.length_n1.device) < self.length_n1)[:, None]
 
 
-def cut(sequences: Sequences, heads: int, budget: int) -> list[Tile]:
-    """All queries in tiles `[n, heads, Q, S]` of at most `budget` elements, or of one sequence where that has more.
+def cut(sequences: Sequences, heads: int, budget: int, queries: int) -> list[Tile]:
+    """All queries in tiles `[n, heads, Q, S]`, Q at most `queries`, of at most `budget` elements, or of one sequence where
+    that has more.
 
     Longest sequences first: a tile's sequences have about the same length, and those that are over drop out.
     """
@@ -184,11 +186,11 @@ def cut(sequences: Sequences, heads: int, budget: int) -> list[Tile]:
     while first < longest:
         n, alive = 0, int((lengths > first).sum())
         while n < alive:
-            last = min(first + QUERIES, int(lengths[n]))
+            last = min(first + queries, int(lengths[n]))
             end = min(n + max(1, budget // (heads * (last - first) * last)), alive)
             tiles.append(Tile(begin_N1[n:end], length_N1[n:end], first, last))
             n = end
-        first += QUERIES
+        first += queries
     return tiles
 
 
@@ -209,8 +211,8 @@ def weight_cross_entropy(
         student_weights = group.linear_coefficients
     window, scale, softcap = mixer.teacher_window, mixer.shape.scale, mixer.shape.softcap
     q_PHD, k_PGD = q.detach().flatten(0, 1), k.detach().flatten(0, 1)
-    heads, budget = group.shape.heads, BUDGET[q.is_cuda]
-    tiles = sequences.once(("tiles", heads, budget), lambda: cut(sequences, heads, budget))
+    heads, budget, queries = group.shape.heads, BUDGET[q.is_cuda], QUERIES[q.is_cuda]
+    tiles = sequences.once(("tiles", heads, budget), lambda: cut(sequences, heads, budget, queries))
     if not tiles:
         return q.new_zeros((), dtype=torch.float32)
 
