@@ -141,11 +141,6 @@ def test_eval_hands_over_and_prints(cli, record, tmp_path):
     ((args, kwargs),) = calls
     assert code == 0 and args == ("run",)
     assert kwargs == {
-        "include_path": None,
-        "limit": None,
-        "shots": None,
-        "window": None,
-        "mix": None,
         "tasks": ["perplexity", "passkey"], "mode": "softmax_only", "removal": "renormalize", "lengths": [64, 128],
         "samples": 3, "device": None, "dtype": "float32", "scope": "all", "texts": ["code", "essays"],
         "include_path": None, "limit": 4.0, "shots": None, "window": "sliding:8", "mix": 0.5,
