@@ -11,6 +11,7 @@ RUN ?= runs/demo
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
+EVAL := $(VENV)/installed-eval
 GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
 # A CPU machine takes one known release, a GPU machine whatever CUDA build pip finds.
 TORCH := $(if $(GPU),torch>=2.11,torch==2.13.0)
@@ -43,7 +44,7 @@ imports: $(STAMP)
 	@echo "==> import-linter: who may import whom"
 	PYTHONPATH=src $(BIN)/lint-imports
 
-unit: $(STAMP)
+unit: $(EVAL)
 	@echo "==> pytest"
 	$(BIN)/python -m pytest
 
@@ -65,4 +66,10 @@ $(STAMP): pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install -qq $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$(TORCH)"
 	@echo "==> environment: installing hybridize and its tools"
 	$(BIN)/python -m pip install -qq -e ".[dev,gguf,track]"
+	@touch $@
+
+# lm-eval serves `hybridize eval --tasks` and its tests; the demo does without its 200 MB.
+$(EVAL): $(STAMP)
+	@echo "==> environment: installing lm-eval"
+	$(BIN)/python -m pip install -qq -e ".[eval]"
 	@touch $@

@@ -272,6 +272,48 @@ def test_a_suite_of_local_files(
     assert gap.interval is not None and gap.interval[0] <= gap.points <= gap.interval[1]
 
 
+STANDARD: dict[str, dict[str, Any]] = {
+    "allenai/ai2_arc": {
+        "question": "q?",
+        "choices": {"text": ["a", "bb", "c"], "label": ["A", "B", "C"]},
+        "answerKey": "B",
+    },
+    "baber/piqa": {"goal": "g", "sol1": "x", "sol2": "yy", "label": 1},
+    "Rowan/hellaswag": {
+        "ctx_a": "c",
+        "ctx_b": "then",
+        "activity_label": "act",
+        "endings": ["a", "b", "cc", "d"],
+        "label": "2",
+    },
+    "allenai/winogrande": {"sentence": "the _ is", "option1": "x", "option2": "y", "answer": "2"},
+    "cais/mmlu": {"question": "q", "choices": ["a", "b", "c", "d"], "answer": 3},
+}
+
+
+def test_suites_fit_the_tasks_of_lm_eval(
+    one_index: None,
+    model: HybridForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """lm-eval's own task files, on stand-ins for the data that they would fetch: six rows that differ by a number."""
+    import datasets
+
+    def rows(path: str, name: str | None = None, **_: Any) -> Any:
+        row = STANDARD[path]
+        text = next(key for key, value in row.items() if isinstance(value, str))
+        data = datasets.Dataset.from_list([row | {text: f"{row[text]} {name} {i}"} for i in range(6)])
+        return datasets.DatasetDict(dict.fromkeys(("train", "validation", "test", "dev"), data))
+
+    monkeypatch.setattr(datasets, "load_dataset", rows)
+    result = run_harness(model, tokenizer, "lolcats", limit=1)
+    assert [(t.name, t.metric, t.shots, t.samples) for t in result.tasks] == [
+        (t.name, t.metric, t.shots, 57 if t.name == "mmlu" else 1) for t in SUITES["lolcats"].tasks
+    ]
+    assert not any(task.local for task in result.tasks)
+
+
 def test_local_tasks_replace_standard_ones_and_tags_keep_their_members(
     one_index: None, standard_index: Any
 ) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -148,7 +148,7 @@ class HarnessResult:
     seed: int = 0
     lm_eval: str = ""
     truncated: int = 0
-    suite: str | None = field(default=None)
+    suite: str | None = None
 
     @property
     def average(self) -> float:
