@@ -286,6 +286,9 @@ def test_copy_never_overwrites(tmp_path):
 def test_json_schema_names_the_steps_as_yaml_writes_them():
     schema = json_schema()
     entry = schema["$defs"]["StepEntry"]
-    assert set(entry["properties"]) == {"transfer", "finetune", "edit"} and entry["additionalProperties"] is False
+    assert (
+        set(entry["properties"]) == {"transfer", "finetune", "edit"}
+        and entry["additionalProperties"] is False
+    )
     assert schema["additionalProperties"] is False
     json.dumps(schema)
