@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hybridize.atomic import atomic_folder, full_disk_explained
 from hybridize.convert import pipeline
+from hybridize.convert.drift import drift_note
 from hybridize.convert.finetune import attach_adapter
 from hybridize.convert.run_folder import RunFolder, read_json
 from hybridize.convert.status import Say, status
@@ -32,6 +34,8 @@ from hybridize.models.teacher import load_teacher, load_tokenizer, resolve_model
 from hybridize.recipe import Recipe, load_recipe
 from hybridize.spec import ResolvedSpec, SeparateNormalizer, first_far_position
 from hybridize.windows import Window
+
+log = logging.getLogger(__name__)
 
 TASKS = ("perplexity", "passkey", "offline")
 """Tasks of our own; every other name is a suite or task of lm-eval."""
@@ -257,6 +261,11 @@ def evaluate(
     values |= {"mode": mode, "removal": removal, "scope": scope}
     with ExitStack() as stack:
         say = stack.enter_context(status(progress))
+        if (Path(run_or_model) / "run.json").is_file() and (
+            note := drift_note(Path(run_or_model), tokenizer, say)
+        ):
+            log.warning("%s", note)
+            values["note"] = note
         split_at = None
         if hybrid is not None:
             stack.enter_context(hybrid.override(mode, removal, scope))  # type: ignore[arg-type]

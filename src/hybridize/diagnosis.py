@@ -17,6 +17,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from hybridize.api import load
+from hybridize.convert.drift import drift_note
 from hybridize.convert.run_folder import read_json, versions
 from hybridize.convert.status import Say, status
 from hybridize.data import DataSpec, build_rows, open_documents
@@ -104,6 +105,8 @@ def diagnose(
     with status(progress) as say:
         for name in names:
             subject, tokenizer = _subject(name, device, dtype, window, mix)
+            if (Path(name) / "run.json").is_file() and (note := drift_note(Path(name), tokenizer, say)):
+                subject.notes.append(note)
             if quick:
                 subject.tuned = None
             batches = {text: _batches(spec, tokenizer, rows, say) for text, spec in specs.items()}

@@ -276,3 +276,19 @@ def test_a_linear_model_gains_a_window_by_a_change_of_spec():
         linear = logits(model, ids_BT)
     torch.testing.assert_close(linear, logits(hybrid("linear"), ids_BT), **TOLERANCE)
     assert (logits(model, ids_BT) - linear).abs().amax() > 1e-3
+
+
+@torch.no_grad()
+def test_a_cache_of_another_window_is_refused():
+    model, ids_BT = hybrid("sliding"), tokens(2, LONGEST)
+    with model.override(window_size=W // 2):
+        whole, cache = logits(model, ids_BT), model.new_cache()
+        parts = [
+            model(ids_BT[:, begin:end], **{CACHE: cache}).logits for begin, end in ((0, 9), (9, LONGEST))
+        ]
+        torch.testing.assert_close(torch.cat(parts, 1), whole, **TOLERANCE)
+    with pytest.raises(ValueError, match="the cache was filled under"):
+        model(ids_BT[:, :1], **{CACHE: cache})
+    with model.override(window_size=W // 2, layers=[1]):
+        sizes = [mixer.mixers[0].window.size for mixer in model.mixers]
+    assert sizes == [W, W // 2] and model.mixers[1].mixers[0].window.size == W

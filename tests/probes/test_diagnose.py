@@ -226,3 +226,17 @@ def test_averages_are_paired_and_weigh_tasks_alike():
     assert found.delta.low <= 37.5 <= found.delta.high and "62.5% of the teacher's" in found.sentence
     (same,) = points(student, student, None)
     assert (same.delta.value, same.delta.low, same.delta.high) == (0, 0, 0)
+
+
+def test_a_text_that_has_changed_since_training_is_noted(run, text, tmp_path):
+    copy = shutil.copytree(run, tmp_path / "copy")
+    assert not diagnose(copy, out=tmp_path / "a", texts=[str(text)], quick=True).runs[0].notes
+    record = json.loads((copy / "run.json").read_text())
+    record["identity"]["data"]["validation"] = "0" * 64
+    (copy / "run.json").write_text(json.dumps(record))
+    (note,) = diagnose(copy, out=tmp_path / "b", texts=[str(text)], quick=True).runs[0].notes
+    assert "may have been trained on" in note
+    values = hybridize.evaluate(
+        copy, tasks=["perplexity"], texts=[str(text)], lengths=[32], samples=2, device="cpu"
+    ).to_dict()
+    assert values["note"] == note

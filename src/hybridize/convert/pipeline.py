@@ -20,11 +20,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybridize.atomic import atomic_folder, atomic_write, full_disk_explained
 from hybridize.convert.calibrate import calibrate_mass
+from hybridize.convert.drift import validation_rows
 from hybridize.convert.finetune import FinetuneStage, merge
 from hybridize.convert.measure import Milestones
 from hybridize.convert.outcome import reapply, store
 from hybridize.convert.run_folder import RunFolder, read_json, write_json
-from hybridize.convert.status import Say, status
+from hybridize.convert.status import status
 from hybridize.convert.transfer import TransferStage
 from hybridize.data import PackedRows, build_rows, check_tokenizer
 from hybridize.data.batching import Batch, batches, make_batch
@@ -108,7 +109,7 @@ def _convert(
         check_tokenizer(tokenizer, config.vocab_size)
         with status(progress) as say:
             rows = build_rows(recipe.data, tokenizer, "train", corpus, progress=say)
-            held_out = _held_out(recipe, tokenizer, say)
+            held_out = validation_rows(recipe, tokenizer, say)
         trained_by = {key: value for key, value in recipe.to_dict().items() if key != "evaluation"}
         identity = {
             "model": {"name": model, "fingerprint": fingerprint(source)},
@@ -302,14 +303,6 @@ def _corpus_tokens(recipe: Recipe) -> int | None:
     if any(tokens is None for tokens in budgets):
         return None
     return max((tokens for tokens in budgets if tokens is not None), default=recipe.data.length)
-
-
-def _held_out(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, say: Say) -> PackedRows | None:
-    """The validation text of the steps, which decides their schedules and best checkpoints; None where none trains."""
-    if not recipe.training_steps:
-        return None
-    most = max(step.validation_rows for step in recipe.training_steps)
-    return build_rows(recipe.data, tokenizer, "validation", most * recipe.data.length, progress=say)
 
 
 def _epoch_notes(recipe: Recipe, rows: PackedRows) -> list[str]:

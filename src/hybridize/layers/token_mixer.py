@@ -84,7 +84,8 @@ class Effective:
     """A temporary change of what a layer computes: ablations at evaluation (DESIGN D12), dropped windows in training (D11).
 
     `where` (bool, broadcast to `[B, T, H]`) confines a mode to some queries and heads of the groups that have both
-    branches; with `keep_empty` queries without a far key are left alone.
+    branches; with `keep_empty` queries without a far key are left alone. `window_size` is that of their windows where it is
+    not the spec's.
     """
 
     mode: Mode = "hybrid"
@@ -92,6 +93,7 @@ class Effective:
     scope: Scope = "mixed"
     where: Tensor | None = field(default=None, compare=False)
     keep_empty: bool = False
+    window_size: int | None = None
 
 
 Intercept = Callable[["TokenMixer", Tensor, Tensor, Tensor, Sequences], Tensor]

@@ -64,10 +64,10 @@ class Interventions:
         ]
         for layer in chosen:
             here = where if where is None or isinstance(where, Tensor) else where[layer]
-            self.mixers[layer].effective = Effective(mode, removal, scope, here, keep_empty)
-        if window_size is not None:
-            for group, window in windows:
-                group.window = replace(window, size=window_size)
+            self.mixers[layer].effective = Effective(mode, removal, scope, here, keep_empty, window_size)
+            for group in filter(_both, self.mixers[layer].mixers):
+                if window_size is not None:
+                    cast(Any, group).window = replace(cast(Any, group).window, size=window_size)
         try:
             yield self
         finally:
