@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from tests.convert import bench
 
 
@@ -15,6 +16,15 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("HYBRIDIZE_CACHE", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """As the processes that these tests start: the same bits need the same order of sums. Also faster on tiny models."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
