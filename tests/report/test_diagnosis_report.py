@@ -333,6 +333,9 @@ def test_where() -> None:
         "3 of 4 layers with two branches raise it by more than the error."
     )
     assert top_layers(found) == "3, 1, 4"
+    bare = [None if e is None else Interval(value=e.value) for e in found.layers.loss_rise]
+    single = found.model_copy(update={"layers": found.layers.model_copy(update={"loss_rise": bare})})
+    assert where(single).endswith("No intervals: one row of text.") and top_layers(single) == "0, 3, 1"
     nowhere = layers(interval(0.1, 0.2), None)
     assert where(nowhere).startswith("Nowhere:") and top_layers(nowhere) == "none"
     bare = layers(Interval(value=0.1), Interval(value=0.3))

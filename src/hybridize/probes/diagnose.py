@@ -206,9 +206,12 @@ def _teachers(
         )
     else:
         sizes = window_sizes(spec)
-        name = f"{WINDOW_CONTROL} ({', '.join(map(str, sizes)) or 'its own'} + {SINKS} sinks)"
+        keys = f"{', '.join(map(str, sizes))} keys and {SINKS} sinks" if sizes else "its own keys"
+        notes.append(f"{WINDOW_CONTROL}: {keys} in every layer that is not plain softmax")
         windowed = hybridize_model(teacher, spec)
-        controls.append(({"name": name, "kind": "control"}, spec, run.measure(name, windowed)))
+        controls.append(
+            ({"name": WINDOW_CONTROL, "kind": "control"}, spec, run.measure(WINDOW_CONTROL, windowed))
+        )
         del windowed
     del teacher
     _free()
@@ -378,7 +381,7 @@ def _judge(
     if not gains:
         return not_applicable("No text has a token whose query has a far key; measure longer documents.")
     control = next(
-        (d for (kind, name), d in deltas.items() if kind == "control" and name.startswith(WINDOW_CONTROL)),
+        (d for (kind, name), d in deltas.items() if kind == "control" and name == WINDOW_CONTROL),
         None,
     )
     need = needs[text].need if text in needs else None

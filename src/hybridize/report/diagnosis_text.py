@@ -137,9 +137,13 @@ def where(run: RunDiagnosis, most: int = 3) -> str:
 
 def top_layers(run: RunDiagnosis, most: int = 3) -> str:
     """`where` in a table's cell: 12, 5, 3."""
-    if run.layers is None or all(entry is None for entry in run.layers.loss_rise):
+    layers = run.layers
+    measured = [entry for entry in layers.loss_rise if entry is not None] if layers is not None else []
+    if layers is None or not measured:
         return ""
-    return ", ".join(str(layer) for layer in rising(run.layers)[:most]) or "none"
+    certain = any(entry.low is not None for entry in measured)
+    chosen = rising(layers)[:most] if certain else _largest(layers, most)
+    return ", ".join(map(str, chosen)) or "none"
 
 
 def _largest(layers: LayerEntry, most: int) -> list[int]:
