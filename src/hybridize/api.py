@@ -21,8 +21,9 @@ from hybridize.convert.drift import drift_note
 from hybridize.convert.finetune import attach_adapter
 from hybridize.convert.run_folder import RunFolder, read_json
 from hybridize.convert.status import Say, status
-from hybridize.data import DataSpec, build_rows, open_documents
-from hybridize.data.batching import ordered_batches
+from hybridize.data import DataSpec, plain_texts
+from hybridize.data.batching import held_out_batches
+from hybridize.devices import choose_device
 from hybridize.evals.harness import run_harness
 from hybridize.evals.offline import run_offline
 from hybridize.evals.suite import run_suite
@@ -32,7 +33,7 @@ from hybridize.models.configuration import HybridConfig
 from hybridize.models.modeling import HybridForCausalLM
 from hybridize.models.teacher import load_teacher, load_tokenizer, resolve_model
 from hybridize.recipe import Recipe, load_recipe
-from hybridize.spec import ResolvedSpec, SeparateNormalizer, first_far_position
+from hybridize.spec import ResolvedSpec, SeparateNormalizer, first_far_position, reach_of
 from hybridize.windows import Window
 
 log = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ log = logging.getLogger(__name__)
 TASKS = ("perplexity", "passkey", "offline")
 """Tasks of our own; every other name is a suite or task of lm-eval."""
 OFFLINE_SAMPLES = 50
+BATCH = 4
 
 
 def convert(
@@ -158,7 +160,7 @@ def _edited(spec: ResolvedSpec, window: str | Window | None, mix: float | None) 
 def _load(
     run_or_model: str | Path, device: str | None, dtype: str | torch.dtype | None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    target = pipeline.choose_device(device)
+    target = choose_device(device)
     wanted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if dtype is not None and not (isinstance(wanted, torch.dtype) and wanted.is_floating_point):
         raise ValueError(f"dtype is {dtype!r}; allowed are float32, bfloat16, float16")
@@ -261,9 +263,7 @@ def evaluate(
     values |= {"mode": mode, "removal": removal, "scope": scope}
     with ExitStack() as stack:
         say = stack.enter_context(status(progress))
-        if (Path(run_or_model) / "run.json").is_file() and (
-            note := drift_note(Path(run_or_model), tokenizer, say)
-        ):
+        if note := drift_note(Path(run_or_model), tokenizer, say):
             log.warning("%s", note)
             values["note"] = note
         split_at = None
@@ -275,8 +275,7 @@ def evaluate(
         batches = {}
         for source in texts if "perplexity" in tasks else ():
             spec = DataSpec(source=source, length=max(lengths))
-            held_out = build_rows(spec, tokenizer, "test", rows * spec.length, progress=say)
-            batches[source] = list(ordered_batches(held_out, 4, rows * spec.length))
+            batches[source] = held_out_batches(spec, tokenizer, rows, BATCH, say)
         suite = run_suite(
             model,
             tokenizer,
@@ -307,22 +306,14 @@ def _offline(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: str, samples: int, say: Say
 ) -> list[dict[str, Any]]:
     """Every offline task on the held-out documents of a text."""
-    documents, _ = open_documents(DataSpec(source=source), "test")
-    reach = max(
-        (
-            group.window.ring + group.window.sinks
-            for group in (model.spec.groups if isinstance(model, HybridForCausalLM) else ())
-            if group.window is not None
-        ),
-        default=128,
-    )
+    reach = reach_of(model.spec.groups if isinstance(model, HybridForCausalLM) else ())
     results = run_offline(
         model,
         tokenizer,
-        [document.text for document in documents if document.text],
+        list(plain_texts(DataSpec(source=source), "test")),
         samples=samples,
         reach_tokens=reach,
-        max_length=max(1024, 4 * reach),
+        max_length=4 * reach,
         on_progress=partial(say, "offline tasks"),
     )
     keep = ("name", "reach", "accuracy", "low", "high", "chance", "samples")

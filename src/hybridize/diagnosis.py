@@ -12,16 +12,16 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from hybridize.api import load
 from hybridize.convert.drift import drift_note
 from hybridize.convert.run_folder import read_json, versions
-from hybridize.convert.status import Say, status
-from hybridize.data import DataSpec, build_rows, open_documents
-from hybridize.data.batching import Batch, ordered_batches
+from hybridize.convert.status import status
+from hybridize.data import DataSpec, plain_texts
+from hybridize.data.batching import held_out_batches
+from hybridize.devices import choose_device
 from hybridize.evals.suites import expand
 from hybridize.models.teacher import load_teacher, resolve_model
 from hybridize.probes.diagnose import QUICK, Plan, Subject
@@ -89,7 +89,7 @@ def diagnose(
         plan = replace(plan, passkey_lengths=tuple(passkey))
     if tasks is not None:
         plan = replace(plan, tasks=tasks)
-    gpu = torch.cuda.is_available() if device is None else device.startswith("cuda")
+    gpu = choose_device(device).type == "cuda"
     if not quick and not gpu:
         plan = replace(plan, layer_rows=4, head_rows=0)
     if heads is not None:
@@ -105,12 +105,16 @@ def diagnose(
     with status(progress) as say:
         for name in names:
             subject, tokenizer = _subject(name, device, dtype, window, mix)
-            if (Path(name) / "run.json").is_file() and (note := drift_note(Path(name), tokenizer, say)):
+            if note := drift_note(Path(name), tokenizer, say):
                 subject.notes.append(note)
             if quick:
                 subject.tuned = None
-            batches = {text: _batches(spec, tokenizer, rows, say) for text, spec in specs.items()}
-            documents = list(_documents(next(iter(specs.values())))) if plan.tasks else []
+            batches = {
+                text: held_out_batches(spec, tokenizer, rows, BATCH, say) for text, spec in specs.items()
+            }
+            documents = (
+                list(islice(plain_texts(next(iter(specs.values())), "test"), DOCUMENTS)) if plan.tasks else []
+            )
             raw = measure(subject, tokenizer, batches, documents, plan, say)
             entries.append(RunDiagnosis.model_validate(raw))
     diagnosis = Diagnosis(quick=quick, runs=entries, command=command_line(), versions=versions())
@@ -145,16 +149,6 @@ def _texts(first: str | Path, texts: Sequence[str] | None, length: int, quick: b
     if not quick:
         specs.setdefault("code", DataSpec(source="code", length=length))
     return specs
-
-
-def _batches(spec: DataSpec, tokenizer: PreTrainedTokenizerBase, rows: int, say: Say) -> list[Batch]:
-    held_out = build_rows(spec, tokenizer, "test", rows * spec.length, progress=say)
-    return list(ordered_batches(held_out, BATCH, rows * spec.length))
-
-
-def _documents(spec: DataSpec) -> Iterator[str]:
-    documents, _ = open_documents(spec, "test")
-    return islice((document.text for document in documents if document.text), DOCUMENTS)
 
 
 def _subject(

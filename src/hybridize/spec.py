@@ -129,6 +129,12 @@ def first_far_position(groups: Iterable[GroupSpec]) -> int | None:
     return min((group.window.first_far_position if group.window else 0 for group in linear), default=None)
 
 
+def reach_of(groups: Iterable[GroupSpec], default: int = 128) -> int:
+    """The most keys that a window of these groups sees (a terraced one up to 2w), sinks included; `default` without windows."""
+    windows = [group.window for group in groups if group.window is not None]
+    return max((window.ring + window.sinks for window in windows), default=default)
+
+
 class LayerSpec(Frozen):
     """The head groups of one layer, in head order; together they cover every head once."""
 

@@ -22,6 +22,11 @@ class Dtype(StrEnum):
     float16 = "float16"
 
 
+class Scope(StrEnum):
+    mixed = "mixed"
+    all = "all"
+
+
 RecipeOption = Annotated[
     str,
     typer.Option(
@@ -45,6 +50,12 @@ DtypeOption = Annotated[
     typer.Option(
         help="Numbers that the weights are held in; by default the checkpoint's.", show_default=False
     ),
+]
+IncludePathOption = Annotated[
+    Path | None, typer.Option(help="Folder of local lm-eval task files.", show_default=False)
+]
+LimitOption = Annotated[
+    float | None, typer.Option(help="lm-eval: only the first samples of each task.", show_default=False)
 ]
 WindowOption = Annotated[
     str | None,
@@ -133,6 +144,14 @@ def human_count(count: float | None) -> str:
 def split_list(text: str) -> list[str]:
     """`a,b, c` as a list."""
     return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def parse_lengths(text: str) -> list[int]:
+    """`512,1024` as numbers."""
+    parts = split_list(text)
+    if not parts or not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise ValueError(f"--lengths is {text!r}; write positive numbers of tokens such as 512,1024")
+    return [int(part) for part in parts]
 
 
 def _cell(value: Any) -> str:

@@ -8,8 +8,17 @@ from typing import Annotated
 
 import typer
 
-from hybridize.cli.common import DeviceOption, DtypeOption, MixOption, WindowOption, split_list
-from hybridize.cli.evaluate import Scope, parse_lengths
+from hybridize.cli.common import (
+    DeviceOption,
+    DtypeOption,
+    IncludePathOption,
+    LimitOption,
+    MixOption,
+    Scope,
+    WindowOption,
+    parse_lengths,
+    split_list,
+)
 
 
 class Label(StrEnum):
@@ -64,12 +73,8 @@ def diagnose(
             help="Comma-separated suites (imbalance, lolcats) or tasks of lm-eval.", show_default=False
         ),
     ] = None,
-    include_path: Annotated[
-        Path | None, typer.Option(help="Folder of local lm-eval task files.", show_default=False)
-    ] = None,
-    limit: Annotated[
-        float | None, typer.Option(help="lm-eval: only the first samples of each task.", show_default=False)
-    ] = None,
+    include_path: IncludePathOption = None,
+    limit: LimitOption = None,
     scope: Annotated[
         Scope, typer.Option(help="mixed: remove branches in layers that have both; all: whole layers too.")
     ] = Scope.mixed,

@@ -12,9 +12,13 @@ import typer
 from hybridize.cli.common import (
     DeviceOption,
     DtypeOption,
+    IncludePathOption,
+    LimitOption,
     MixOption,
     RunArgument,
+    Scope,
     WindowOption,
+    parse_lengths,
     print_table,
     split_list,
     write_json,
@@ -33,11 +37,6 @@ class Mode(StrEnum):
 class Removal(StrEnum):
     zero = "zero"
     renormalize = "renormalize"
-
-
-class Scope(StrEnum):
-    mixed = "mixed"
-    all = "all"
 
 
 def evaluate(
@@ -65,12 +64,8 @@ def evaluate(
             help="Comma-separated: perplexity, passkey, offline; suites (imbalance, lolcats) and tasks of lm-eval."
         ),
     ] = "perplexity,passkey",
-    include_path: Annotated[
-        Path | None, typer.Option(help="Folder of local lm-eval task files.", show_default=False)
-    ] = None,
-    limit: Annotated[
-        float | None, typer.Option(help="lm-eval: only the first samples of each task.", show_default=False)
-    ] = None,
+    include_path: IncludePathOption = None,
+    limit: LimitOption = None,
     shots: Annotated[
         int | None, typer.Option(min=0, help="lm-eval: examples before each question.", show_default=False)
     ] = None,
@@ -128,14 +123,6 @@ def _brief(result: Mapping[str, Any]) -> dict[str, Any]:
         for task in result["tasks"]
     ]
     return {"average": result["average"], "lm_eval": result["lm_eval"], "tasks": rows}
-
-
-def parse_lengths(text: str) -> list[int]:
-    """`512,1024` as numbers."""
-    parts = split_list(text)
-    if not parts or not all(part.isdigit() and int(part) > 0 for part in parts):
-        raise ValueError(f"--lengths is {text!r}; write positive numbers of tokens such as 512,1024")
-    return [int(part) for part in parts]
 
 
 def print_result(result: Mapping[str, Any], title: str) -> None:

@@ -21,15 +21,15 @@ def validation_rows(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, say: Say
 
 
 def drift_note(run: Path, tokenizer: PreTrainedTokenizerBase, say: Say) -> str | None:
-    """A sentence where the text of a run folder has changed since it was trained; None where it has not.
+    """A sentence where the text of a run folder has changed since it was trained; None where it has not, and for what is no run.
 
     The validation rows stand for the whole: all splits are made at once, so text that has moved between them shows.
     """
     record = read_json(run / "run.json")
-    recipe = load_recipe(run / "recipe.yaml")
     known = record["identity"]["data"].get("validation") if isinstance(record, dict) else None
     if known is None:
         return None
+    recipe = load_recipe(run / "recipe.yaml")
     try:
         rows = validation_rows(recipe, tokenizer, say)
     except ValueError as error:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hybridize import losses
 from hybridize.convert.window_dropout import Dropper
-from hybridize.data.batching import Batch
+from hybridize.data.batching import Batch, first_rows
 from hybridize.models.modeling import HybridForCausalLM
 from hybridize.recipe import FinetuneStep, Lora
 from hybridize.train import StepResult
@@ -83,11 +83,7 @@ class FinetuneStage:
         return {"loss": total / max(tokens, 1), **gains}
 
     def _gains(self) -> dict[str, float]:
-        batches, rows = [], 0
-        for batch in self.validation:
-            if rows < self.gain_rows:
-                batches.append(batch.first(self.gain_rows - rows))
-                rows += len(batches[-1].input_ids_BT)
+        batches = first_rows(self.validation, self.gain_rows)
         if not batches:
             return {}
         whole = self._far_loss(batches)

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybridize.convert.run_folder import RunFolder, read_json, versions, write_json
 from hybridize.convert.status import Say, status
-from hybridize.data import DataSpec, build_rows
-from hybridize.data.batching import Batch, ordered_batches
+from hybridize.data import DataSpec
+from hybridize.data.batching import Batch, held_out_batches
 from hybridize.evals.aggregate import paired_difference
 from hybridize.evals.generation import greedy
 from hybridize.evals.suite import run_suite
@@ -102,12 +102,10 @@ class Milestones:
             specs = {own.source: own}
             for source in self.plan.texts:
                 specs.setdefault(source, DataSpec(source=source, length=own.length))
-            tokens = self.plan.rows * own.length
-            rows = {
-                name: build_rows(spec, self.tokenizer, "test", tokens, progress=say)
+            self._texts = {
+                name: held_out_batches(spec, self.tokenizer, self.plan.rows, BATCH, say)
                 for name, spec in specs.items()
             }
-            self._texts = {name: list(ordered_batches(text, BATCH, tokens)) for name, text in rows.items()}
         return self._texts
 
     def write_results(self, recipe: Recipe, identity: dict[str, Any], notes: list[str]) -> None:

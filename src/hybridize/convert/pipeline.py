@@ -29,6 +29,7 @@ from hybridize.convert.status import status
 from hybridize.convert.transfer import TransferStage
 from hybridize.data import PackedRows, build_rows, check_tokenizer
 from hybridize.data.batching import Batch, batches, make_batch
+from hybridize.devices import choose_device, device_name
 from hybridize.extend.window import with_window
 from hybridize.models.configuration import HybridConfig
 from hybridize.models.families import notes
@@ -72,18 +73,6 @@ def convert(
     `out/model`. Raises ValueError (RecipeError) for what cannot be done, before any weights load where possible.
     """
     return _convert(model, recipe, out, _corpus_tokens(recipe), choose_device(device), stop_after, progress)
-
-
-def choose_device(device: str | None) -> torch.device:
-    """`device`, or by default the GPU where there is one. Raises ValueError for a device this machine has not."""
-    name = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).strip().splitlines()[0].rstrip(".")
-        raise ValueError(
-            f"device is {name!r}, which cannot be used here ({reason}); leave it out to take what there is"
-        ) from None
 
 
 def _convert(
@@ -223,7 +212,7 @@ class _Conversion:
         else:
             stage.finish()
         adapted = stage.adapted if isinstance(stage, FinetuneStage) else None
-        outcome = {**asdict(result), "device": _device_name(model.device)}
+        outcome = {**asdict(result), "device": device_name(model.device)}
         write_json(folder / "outcome.json", {**outcome, "files": store(folder, model, stage, adapted)})
         return adapted
 
@@ -372,9 +361,3 @@ def _after(recipe: Recipe, index: int) -> str:
     kinds = [other.kind for other in recipe.steps]
     kind = "LoRA" if isinstance(step, FinetuneStep) and step.lora is not None else step.kind
     return f"after {kind}" if kinds.count(step.kind) == 1 else f"after {kind} ({index})"
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"CPU, {torch.get_num_threads()} threads"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hybridize.data.batching import Batch
+from hybridize.extend.window import with_window_size
 from hybridize.models.modeling import HybridForCausalLM
 from hybridize.recipe import WindowDropout
 
@@ -53,11 +54,5 @@ class Dropper:
 
     def settle(self) -> None:
         """Give the model the last epoch's window for good."""
-        if self.window is None:
-            return
-        plain = self.model.spec.model_dump(mode="json")
-        for layer in plain["layers"]:
-            for group in layer["groups"]:
-                if group["attention"] == "windowed_linear":
-                    group["window"]["size"] = self.window
-        self.model.respec(type(self.model.spec).model_validate(plain))
+        if self.window is not None:
+            self.model.respec(with_window_size(self.model.spec, self.window))

@@ -5,7 +5,7 @@ Importing this package pulls in neither torch nor transformers; batches live in 
 
 from hybridize.data.documents import Document, Split
 from hybridize.data.encoding import check_tokenizer
-from hybridize.data.packing import PackedRows, Row, build_rows, open_documents
+from hybridize.data.packing import PackedRows, Row, build_rows, plain_texts
 from hybridize.data.spec import DataSpec
 
 __all__ = [
@@ -16,5 +16,5 @@ __all__ = [
     "Split",
     "build_rows",
     "check_tokenizer",
-    "open_documents",
+    "plain_texts",
 ]

@@ -5,14 +5,19 @@ Legend: B rows, T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hybridize.data.packing import IGNORED, PackedRows
+from hybridize.data.packing import IGNORED, PackedRows, Progress, build_rows
+from hybridize.data.spec import DataSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,31 @@ def ordered_batches(rows: PackedRows, batch_size: int, tokens: int | None = None
         raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
     count = len(rows) if tokens is None else min(len(rows), -(-tokens // rows.length))
     return (make_batch(rows, range(i, min(i + batch_size, count))) for i in range(0, count, batch_size))
+
+
+def held_out_batches(
+    spec: DataSpec,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: int,
+    batch_size: int,
+    progress: Progress | None = None,
+) -> list[Batch]:
+    """The first `rows` rows of a text's test split (fewer where it has fewer). Raises ValueError as `build_rows`."""
+    tokens = rows * spec.length
+    return list(
+        ordered_batches(build_rows(spec, tokenizer, "test", tokens, progress=progress), batch_size, tokens)
+    )
+
+
+def first_rows(batches: Iterable[Batch], rows: int) -> list[Batch]:
+    """The first `rows` rows of all batches, batch by batch."""
+    chosen: list[Batch] = []
+    left = rows
+    for batch in batches:
+        if left > 0:
+            chosen.append(batch.first(left))
+            left -= len(chosen[-1].input_ids_BT)
+    return chosen
 
 
 def make_batch(rows: PackedRows, indices: Sequence[int]) -> Batch:

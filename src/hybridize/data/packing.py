@@ -188,6 +188,12 @@ def open_documents(
     return chosen, corpus_fingerprint(chosen)
 
 
+def plain_texts(spec: DataSpec, split: Split) -> Iterator[str]:
+    """The plain texts of a split; chats and prompts are left out. Raises ValueError as `build_rows`."""
+    documents, _ = open_documents(spec, split)
+    return (document.text for document in documents if document.text)
+
+
 def _commit(hub_id: str) -> str:
     from huggingface_hub import HfApi
 

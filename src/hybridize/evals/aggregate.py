@@ -29,6 +29,25 @@ def wilson_interval(correct: int, samples: int, z: float = Z_95) -> tuple[float,
     return low, high
 
 
+class Proportion:
+    """`correct` of `samples`, as accuracy in 0..1 with Wilson's 95% interval; mixed into data classes that have the two."""
+
+    correct: int
+    samples: int
+
+    @property
+    def accuracy(self) -> float:
+        return self.correct / self.samples
+
+    @property
+    def low(self) -> float:
+        return wilson_interval(self.correct, self.samples)[0]
+
+    @property
+    def high(self) -> float:
+        return wilson_interval(self.correct, self.samples)[1]
+
+
 def mean_and_standard_error(values: Sequence[float]) -> tuple[float, float | None]:
     """The mean and its standard error (sample deviation over √n); the error of a single value is unknown: None."""
     if len(values) == 0:

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridize.evals.aggregate import wilson_interval
+from hybridize.evals.aggregate import Proportion
 from hybridize.evals.generation import Progress, evaluating, left_pad, padding_id
 from hybridize.evals.offline_tasks import TASKS, Corpus, Frame, Ids, Question, Reach
 from hybridize.problems import nearest
 
 
 @dataclass(frozen=True)
-class TaskResult:
+class TaskResult(Proportion):
     """`correct` of `samples` questions; `scores` holds 1 or 0 for each of them, in their fixed order.
 
     `chance` is the expected share of a guess. `reach` says whether answering needs text beyond the window.
@@ -34,18 +34,6 @@ class TaskResult:
     chance: float
     reach: Reach
     scores: tuple[int, ...]
-
-    @property
-    def accuracy(self) -> float:
-        return self.correct / self.samples
-
-    @property
-    def low(self) -> float:
-        return wilson_interval(self.correct, self.samples)[0]
-
-    @property
-    def high(self) -> float:
-        return wilson_interval(self.correct, self.samples)[1]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hybridize.evals.aggregate import wilson_interval
+from hybridize.evals.aggregate import Proportion
 from hybridize.evals.generation import Progress, greedy_ids, padding_id
 
 Form = Literal["raw", "chat"]
@@ -60,24 +60,12 @@ class PasskeyCell:
 
 
 @dataclass(frozen=True)
-class PasskeyAccuracy:
+class PasskeyAccuracy(Proportion):
     """Accuracy over all depths of one length, in 0..1, with Wilson's 95% interval."""
 
     length: int
     correct: int
     samples: int
-
-    @property
-    def accuracy(self) -> float:
-        return self.correct / self.samples
-
-    @property
-    def low(self) -> float:
-        return wilson_interval(self.correct, self.samples)[0]
-
-    @property
-    def high(self) -> float:
-        return wilson_interval(self.correct, self.samples)[1]
 
 
 @dataclass(frozen=True)

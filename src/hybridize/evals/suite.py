@@ -63,6 +63,14 @@ def text_values(result: PerplexityResult) -> dict[str, Any]:
     return values
 
 
+def ask_passkeys(
+    model: Any, tokenizer: Any, lengths: Sequence[int], samples: int, **options: Any
+) -> PasskeyResult:
+    """`samples` passkeys a length, spread over 10 depths (fewer where samples are fewer); `options`: see `passkey`."""
+    depths = min(DEPTHS, samples)
+    return passkey(model, tokenizer, lengths, depths, samples=max(1, round(samples / depths)), **options)
+
+
 def run_suite(
     model: Any,
     tokenizer: Any,
@@ -77,8 +85,7 @@ def run_suite(
 ) -> SuiteResult:
     """Measure `model` on batches of held-out texts and on passkeys.
 
-    `samples` passkeys a length, spread over 10 depths (fewer depths where samples are fewer); `split_at` is the first
-    position with a far key (see `perplexity`).
+    `samples` passkeys a length (see `ask_passkeys`); `split_at` is the first position with a far key (see `perplexity`).
     """
     results = {
         name: perplexity(model, batches, split_at=split_at, on_progress=on_progress)
@@ -86,13 +93,11 @@ def run_suite(
     }
     keys = None
     if passkey_lengths:
-        depths = min(DEPTHS, samples)
-        keys = passkey(
+        keys = ask_passkeys(
             model,
             tokenizer,
             passkey_lengths,
-            depths,
-            samples=max(1, round(samples / depths)),
+            samples,
             seed=seed,
             batch_size=batch_size,
             on_progress=on_progress,

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 from hybridize.spec import GroupSpec, HybridSpec, LayerSpec, Normalizer, ResolvedSpec, SeparateNormalizer
@@ -23,13 +25,28 @@ def with_window(spec: Spec, window: Window, normalizer: Normalizer | None = None
     if not any(group.attention != "softmax" for layer in _layers(spec) for group in layer.groups):
         raise ValueError("window: the spec has no linear attention that could gain one")
 
-    def edit(layer: LayerSpec) -> LayerSpec:
-        return LayerSpec(groups=tuple(_with_window(group, window, normalizer) for group in layer.groups))
+    return _map_groups(spec, lambda group: _with_window(group, window, normalizer))
+
+
+def with_window_size(spec: Spec, size: int) -> Spec:
+    """The spec with windows of `size` keys in every group that mixes two branches."""
+
+    def resize(group: GroupSpec) -> GroupSpec:
+        if group.attention != "windowed_linear" or group.window is None:
+            return group
+        return group.model_copy(update={"window": replace(group.window, size=size)})
+
+    return _map_groups(spec, resize)
+
+
+def _map_groups(spec: Spec, edit: Callable[[GroupSpec], GroupSpec]) -> Spec:
+    def layer(before: LayerSpec) -> LayerSpec:
+        return LayerSpec(groups=tuple(edit(group) for group in before.groups))
 
     if isinstance(spec, ResolvedSpec):
-        return spec.model_copy(update={"layers": tuple(edit(layer) for layer in spec.layers)})
-    layers = {name: edit(layer) for name, layer in spec.layers.items()}
-    return spec.model_copy(update={"all": edit(spec.all), "layers": layers})
+        return spec.model_copy(update={"layers": tuple(layer(one) for one in spec.layers)})
+    layers = {name: layer(one) for name, one in spec.layers.items()}
+    return spec.model_copy(update={"all": layer(spec.all), "layers": layers})
 
 
 def parse_window(text: str) -> Window:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -76,33 +76,26 @@ class WindowedLinearMixer(Mixer):
         ablation: Ablation = HYBRID,
     ) -> tuple[Tensor, State | None]:
         assert state is None or isinstance(state, WindowedLinearState)
-        maps = self.map_q.map(), self.map_k.map()
-        mix = self.mix.mix(q_BTHD.device)
-        scale, softcap = self.shape.scale, self.shape.softcap
         if sequences.is_step and state is not None:
             result = windowed_linear.step(
                 q_BTHD,
                 k_BTGD,
                 v_BTGV,
-                *maps,
+                self.map_q.map(),
+                self.map_k.map(),
                 self.window,
-                mix,
+                self.mix.mix(q_BTHD.device),
                 state,
-                scale=scale,
-                softcap=softcap,
+                scale=self.shape.scale,
+                softcap=self.shape.softcap,
                 ablation=ablation,
                 starts=sequences.starts,
             )
             return result.o, result.state
-        result = windowed_linear.forward(
+        result = self._forward(
             q_BTHD,
             k_BTGD,
             v_BTGV,
-            *maps,
-            self.window,
-            mix,
-            scale=scale,
-            softcap=softcap,
             ablation=ablation,
             sequences=sequences,
             state=state,
@@ -110,26 +103,29 @@ class WindowedLinearMixer(Mixer):
         )
         return result.o, result.state
 
+    def _forward(self, q_BTHD: Tensor, k_BTGD: Tensor, v_BTGV: Tensor, **options: Any) -> Result:
+        return windowed_linear.forward(
+            q_BTHD,
+            k_BTGD,
+            v_BTGV,
+            self.map_q.map(),
+            self.map_k.map(),
+            self.window,
+            self.mix.mix(q_BTHD.device),
+            scale=self.shape.scale,
+            softcap=self.shape.softcap,
+            **options,
+        )
+
     def parts(
         self, q_BTHD: Tensor, k_BTGD: Tensor, v_BTGV: Tensor, sequences: Sequences
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The near and the far branch's part of the output `[B, T, H, V]`, which add up to it, and the share of the weights
         that lies on far keys `[B, T, H]`."""
-        maps, mix = (self.map_q.map(), self.map_k.map()), self.mix.mix(q_BTHD.device)
 
         def run(mode: Literal["softmax_only", "far_only"]) -> Result:
-            return windowed_linear.forward(
-                q_BTHD,
-                k_BTGD,
-                v_BTGV,
-                *maps,
-                self.window,
-                mix,
-                scale=self.shape.scale,
-                softcap=self.shape.softcap,
-                ablation=Ablation(mode),
-                sequences=sequences,
-                return_aux=True,
+            return self._forward(
+                q_BTHD, k_BTGD, v_BTGV, ablation=Ablation(mode), sequences=sequences, return_aux=True
             )
 
         near = run("softmax_only")

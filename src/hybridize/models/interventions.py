@@ -10,7 +10,7 @@ from typing import Any, Self, cast
 from torch import Tensor
 
 from hybridize.layers.token_mixer import Effective, Intercept, Mode, Scope, TokenMixer
-from hybridize.models.families import AttentionShape
+from hybridize.models.families import AttentionShape, Family
 from hybridize.ops.types import Removal
 from hybridize.spec import ResolvedSpec
 
@@ -18,6 +18,7 @@ from hybridize.spec import ResolvedSpec
 class Interventions:
     """What `HybridForCausalLM` can do besides running as it is."""
 
+    family: Family
     spec: ResolvedSpec
     shapes: list[AttentionShape]
     config: Any  # a HybridConfig
@@ -25,7 +26,12 @@ class Interventions:
     @property
     def mixers(self) -> list[TokenMixer]:
         """The layers' token mixers, in order."""
-        raise NotImplementedError
+        return [cast(TokenMixer, module) for module in self.family.attention_modules(cast(Any, self))]
+
+    @property
+    def _mixing(self) -> list[Any]:
+        """The head groups of all layers that have both branches, and so a window."""
+        return [group for mixer in self.mixers for group in mixer.mixers if _both(group)]
 
     @contextmanager
     def override(
@@ -56,12 +62,7 @@ class Interventions:
         if any(not 0 <= layer < len(self.mixers) for layer in chosen):
             raise ValueError(f"layers is {list(chosen)}; the model has layers 0 to {len(self.mixers) - 1}")
         before = [mixer.effective for mixer in self.mixers]
-        windows = [
-            (cast(Any, group), cast(Any, group).window)
-            for mixer in self.mixers
-            for group in mixer.mixers
-            if _both(group)
-        ]
+        windows = [(group, group.window) for group in self._mixing]
         for layer in chosen:
             here = where if where is None or isinstance(where, Tensor) else where[layer]
             self.mixers[layer].effective = Effective(mode, removal, scope, here, keep_empty, window_size)
@@ -93,8 +94,7 @@ class Interventions:
     def first_far_position(self) -> int | None:
         """The first position with a far key in some layer that has both branches, under the windows in force; None without
         such a layer."""
-        windows = [cast(Any, group).window for mixer in self.mixers for group in mixer.mixers if _both(group)]
-        return min((window.first_far_position for window in windows), default=None)
+        return min((group.window.first_far_position for group in self._mixing), default=None)
 
     @property
     def effective_spec(self) -> dict[str, Any]:

@@ -117,10 +117,6 @@ class HybridForCausalLM(Interventions, PreTrainedModel, GenerationMixin):
             _check_loaded(str(pretrained_model_name_or_path), info)
         return (model, info) if output_loading_info else model
 
-    @property
-    def mixers(self) -> list[TokenMixer]:
-        return [cast(TokenMixer, module) for module in self.family.attention_modules(self)]
-
     def initialize_weights(self) -> None:
         """Parameters that a checkpoint lacks get their first values; ours by their own rule."""
         super().initialize_weights()

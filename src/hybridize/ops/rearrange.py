@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridize.ops.ring import stack_sources
+
 
 def rearrange(x_P: Tensor, index_S: Tensor, back_P: Tensor) -> Tensor:
     """`[S, ...]`: slot s gets `x[index[s]]`, or zeros where `index[s]` is P.
@@ -25,7 +27,7 @@ class _Rearranged(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_P: Tensor, index_S: Tensor, back_P: Tensor) -> Tensor:
         ctx.save_for_backward(index_S, back_P)
-        return torch.cat([x_P, x_P.new_zeros(1, *x_P.shape[1:])]).index_select(0, index_S)
+        return stack_sources(x_P, None).index_select(0, index_S)
 
     @staticmethod
     def backward(ctx: Any, grad_S: Tensor) -> tuple[Tensor, None, None]:

@@ -121,10 +121,11 @@ def loss_rises(
         if mixer.mixed
         for head in (range(mixer.shape.heads) if heads else (None,))
     ]
-    parts: dict[Removed, list[tuple[TokenLosses, TokenLosses]]] = {removed: [] for removed in removals}
+    wholes: list[TokenLosses] = []
+    ablated: dict[Removed, list[TokenLosses]] = {removed: [] for removed in removals}
     for number, batch in enumerate(batches):
         with _recorded(model) as outputs:
-            whole = token_losses(model, [batch])
+            wholes.append(token_losses(model, [batch]))
         for done, removed in enumerate(removals):
             if on_progress is not None:
                 on_progress(number * len(removals) + done, len(batches) * len(removals))
@@ -136,16 +137,16 @@ def loss_rises(
                 model.override("softmax_only", removal, layers=[removed.layer], where=where),
                 _starting_at(model, removed.layer, outputs),
             ):
-                parts[removed].append((token_losses(model, [batch]), whole))
-    return {removed: _together(pairs, first) for removed, pairs in parts.items()}
+                ablated[removed].append(token_losses(model, [batch]))
+    whole = _together(wholes)
+    far_NT = whole.from_position(first)
+    return {removed: _together(parts).less(whole, far_NT) for removed, parts in ablated.items()}
 
 
-def _together(pairs: list[tuple[TokenLosses, TokenLosses]], first: int) -> Estimate | None:
-    ablated = TokenLosses(
-        torch.cat([a.nll_NT for a, _ in pairs]), torch.cat([a.position_NT for a, _ in pairs])
+def _together(parts: list[TokenLosses]) -> TokenLosses:
+    return TokenLosses(
+        torch.cat([part.nll_NT for part in parts]), torch.cat([part.position_NT for part in parts])
     )
-    whole = TokenLosses(torch.cat([b.nll_NT for _, b in pairs]), ablated.position_NT)
-    return ablated.less(whole, whole.from_position(first))
 
 
 def _layers(model: HybridForCausalLM) -> list[nn.Module]:

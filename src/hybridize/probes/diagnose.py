@@ -14,9 +14,11 @@ from typing import Any, Literal
 
 import torch
 
+from hybridize.data.batching import first_rows
+from hybridize.devices import device_name
 from hybridize.evals.harness import run_harness
 from hybridize.evals.offline import run_offline
-from hybridize.evals.passkey import passkey
+from hybridize.evals.suite import ask_passkeys
 from hybridize.models.modeling import HybridForCausalLM
 from hybridize.models.surgery import hybridize_model
 from hybridize.ops.types import Removal
@@ -38,7 +40,7 @@ from hybridize.probes.entries import (
 from hybridize.probes.need import Need, measure_need
 from hybridize.probes.token_losses import Estimate, TokenLosses, token_losses
 from hybridize.probes.verdict import Evidence, Judgement, judge, not_applicable
-from hybridize.spec import HybridSpec, ResolvedSpec
+from hybridize.spec import HybridSpec, ResolvedSpec, reach_of
 
 Say = Callable[[str, int, int], None]
 STATE_LENGTHS = (1024, 65536)
@@ -51,7 +53,8 @@ class Plan:
     """What to measure.
 
     tasks: samples of each offline task (0: none). harness: lm-eval suites or tasks, with local files from `include_path` and
-        `limit` samples each. layer_rows, head_rows: rows of text for the scans layer by layer and head by head (0: none). ablations: (mode, removal) pairs besides the model as it is.
+        `limit` samples each. layer_rows, head_rows: rows of text for the scans layer by layer and head by head (0: none).
+    ablations: (mode, removal) pairs besides the model as it is.
     """
 
     passkey_lengths: tuple[int, ...] = (512, 1024)
@@ -91,7 +94,7 @@ ALSO_ASKED = ("softmax_only, zero",)
 class Subject:
     """What is diagnosed, and its teacher. `load_teacher` gives a fresh teacher each time; None where it is not known.
 
-    tuned: loads the teacher with the same fine-tuning, where there is one. documents: held-out documents for tasks.
+    tuned: loads the teacher with the same fine-tuning, where there is one. gain: `GainCurve`s of its training.
     """
 
     name: str
@@ -122,7 +125,8 @@ def diagnose(
     plain = not isinstance(student, HybridForCausalLM)
     if plain:  # a teacher: as a hybrid of which nothing can be removed
         student = hybridize_model(student, HybridSpec.model_validate({"all": {"attention": "softmax"}}))
-    run = _Run(tokenizer, texts, documents, plan, say, student.first_far_position, _reach(student))
+    reach = reach_of(group for group in student.spec.groups if group.attention == "windowed_linear")
+    run = _Run(tokenizer, texts, documents, plan, say, student.first_far_position, reach)
     notes = list(subject.notes)
     teacher: Measured | None = None
     needs: dict[str, Need] = {}
@@ -173,7 +177,7 @@ def diagnose(
         "need": {name: need_entry(need) for name, need in needs.items()},
         "gain": subject.gain,
         "seconds": time.monotonic() - began,
-        "device": _device_name(student),
+        "device": device_name(student.device),
         "notes": notes,
     }
 
@@ -245,13 +249,11 @@ class _Run:
         if not everything:
             return measured
         if self.plan.passkey_lengths:
-            depths = min(10, self.plan.passkey_samples)
-            measured.keys = passkey(
+            measured.keys = ask_passkeys(
                 model,
                 self.tokenizer,
                 self.plan.passkey_lengths,
-                depths,
-                samples=max(1, round(self.plan.passkey_samples / depths)),
+                self.plan.passkey_samples,
                 seed=self.plan.seed,
                 on_progress=partial(self.say, f"{name}: passkeys"),
             )
@@ -262,7 +264,7 @@ class _Run:
                 self.documents,
                 samples=self.plan.tasks,
                 reach_tokens=self.reach,
-                max_length=max(1024, 4 * self.reach),
+                max_length=4 * self.reach,
                 seed=self.plan.seed,
                 on_progress=partial(self.say, f"{name}: tasks"),
             )
@@ -309,8 +311,8 @@ class _Run:
         assert self.split_at is not None
         batches = self.texts[text]
         self.say("branches of every layer", 0, 0)
-        statistics = branch_statistics(hybrid, _rows(batches, max(2, self.plan.layer_rows)))
-        chosen = _rows(batches, self.plan.layer_rows)
+        statistics = branch_statistics(hybrid, first_rows(batches, max(2, self.plan.layer_rows)))
+        chosen = first_rows(batches, self.plan.layer_rows)
         count = sum(len(batch.input_ids_BT) for batch in chosen)
         tokens = int(
             TokenLosses(base.nll_NT[:count], base.position_NT[:count]).from_position(self.split_at).sum()
@@ -323,7 +325,7 @@ class _Run:
         if self.plan.head_rows:
             by_head = loss_rises(
                 hybrid,
-                _rows(batches, self.plan.head_rows),
+                first_rows(batches, self.plan.head_rows),
                 self.split_at,
                 REMOVAL,
                 heads=True,
@@ -350,16 +352,6 @@ def _row_of(rises: Mapping[Removed, Estimate | None], layer: int) -> list[float]
     """The rises of a layer's heads, None for a layer without both branches."""
     row = [rise for removed, rise in rises.items() if removed.layer == layer]
     return [rise.value if rise is not None else 0.0 for rise in row] or None
-
-
-def _rows(batches: Sequence[Any], rows: int) -> list[Any]:
-    """The first rows, batch by batch."""
-    chosen: list[Any] = []
-    for batch in batches:
-        left = rows - sum(len(b.input_ids_BT) for b in chosen)
-        if left > 0:
-            chosen.append(batch.first(left))
-    return chosen
 
 
 def _judge(
@@ -389,26 +381,6 @@ def _judge(
     removal = evidence.smallest_gain[0]
     useful, other = deltas.get(("useful", removal)), deltas.get(("other", removal))
     return judge(replace(evidence, useful=useful, other=other))
-
-
-def _reach(hybrid: HybridForCausalLM) -> int:
-    """The most near keys of a query in a layer with both branches; 128 where there is none."""
-    windows = [
-        getattr(group, "window", None)
-        for mixer in hybrid.mixers
-        for group in mixer.mixers
-        if group.near and group.far
-    ]
-    return max((window.ring + window.sinks for window in windows if window is not None), default=128)
-
-
-def _device_name(model: Any) -> str:
-    device = next(model.parameters()).device
-    return (
-        torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"CPU, {torch.get_num_threads()} threads"
-    )
 
 
 def _free() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from hybridize.evals.offline import TaskResult
 from hybridize.evals.passkey import PasskeyResult
+from hybridize.evals.suite import text_values
 from hybridize.evals.suites import HarnessResult, difference, recovered, stratified_interval
 from hybridize.probes.need import Need
 from hybridize.probes.token_losses import Estimate, TokenLosses
@@ -35,20 +36,12 @@ def text_entry(
     losses: TokenLosses, base: TokenLosses, split_at: int | None, need: Need | None
 ) -> dict[str, Any]:
     """A `TextEntry`; `base` are the student's losses on the same text."""
-    result = losses.summary(split_at)
+    values = text_values(losses.summary(split_at))
     far_NT = far_tokens(losses, split_at)
     far = losses.mean(far_NT)
     entry: dict[str, Any] = {
-        "perplexity": {
-            "perplexity": result.perplexity,
-            "low": result.low,
-            "high": result.high,
-            "tokens": result.tokens,
-        },
-        "by_position": [
-            {"start": b.start, "end": b.end, "perplexity": b.perplexity, "tokens": b.tokens}
-            for b in result.by_position
-        ],
+        "perplexity": {key: values[key] for key in ("perplexity", "low", "high", "tokens")},
+        "by_position": values["by_position"],
         "far_nll": far.value if far is not None else None,
         "far_tokens": int(far_NT.sum()),
         "delta": plain_estimate(losses.less(base)),
@@ -68,10 +61,7 @@ def answers(measured: Measured) -> dict[str, Any]:
             a.length: {"accuracy": a.accuracy, "low": a.low, "high": a.high, "samples": a.samples}
             for a in measured.keys.by_length
         }
-        entry["passkey_cells"] = [
-            {"length": c.length, "depth": c.depth, "correct": c.correct, "samples": c.samples}
-            for c in measured.keys.cells
-        ]
+        entry["passkey_cells"] = [asdict(cell) for cell in measured.keys.cells]
     entry["tasks"] = {
         task.name: {
             "accuracy": task.accuracy,

@@ -67,9 +67,8 @@ def estimate(sums_N: Sequence[float], tokens_N: Sequence[int]) -> Estimate | Non
         return None
     value = sum(sums_N) / tokens
     if not any(sums_N):
-        return Estimate(
-            0.0, 0.0, 0.0, tokens
-        )  # two models that are the same: zero for certain, even on a single row
+        # two models that are the same: zero for certain, even on a single row
+        return Estimate(0.0, 0.0, 0.0, tokens)
     low, high = bootstrap_ratio_interval(sums_N, tokens_N) or (None, None)
     return Estimate(value, low, high, tokens)
 

@@ -10,10 +10,16 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from hybridize.atomic import atomic_write
-from hybridize.report.schema import Entry, PasskeyEntry, PerplexityEntry, PositionEntry
+from hybridize.report.schema import (
+    Entry,
+    PasskeyEntry,
+    PerplexityEntry,
+    PositionEntry,
+    read_entry,
+    write_entry,
+)
 
 DIAGNOSIS_FILE = "report.json"
 
@@ -200,9 +206,7 @@ def save_diagnosis(diagnosis: Diagnosis, folder: str | os.PathLike[str]) -> Path
     """Write `report.json` into `folder`; the file appears whole or not at all."""
     path = Path(folder) / DIAGNOSIS_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(path, "w") as file:
-        file.write(diagnosis.model_dump_json(indent=1) + "\n")
-    return path
+    return write_entry(diagnosis, path)
 
 
 def load_diagnosis(folder: str | os.PathLike[str]) -> Diagnosis:
@@ -210,11 +214,4 @@ def load_diagnosis(folder: str | os.PathLike[str]) -> Diagnosis:
     path = Path(folder) / DIAGNOSIS_FILE
     if not path.is_file():
         raise ValueError(f"{path} does not exist; run `hybridize diagnose` first")
-    try:
-        return Diagnosis.model_validate_json(path.read_text(encoding="utf-8"))
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise ValueError(
-            f"{path} does not fit the schema: {field}: {first['msg']}; diagnose again"
-        ) from error
+    return read_entry(Diagnosis, path, "the schema", "diagnose again")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -25,6 +25,9 @@ class Entry(BaseModel):
     model_config = ConfigDict(
         extra="forbid", from_attributes=True, ser_json_inf_nan="strings", protected_namespaces=()
     )
+
+
+Kind = TypeVar("Kind", bound=Entry)
 
 
 class PerplexityEntry(Entry):
@@ -164,10 +167,7 @@ class Results(Entry):
 
 def save_results(results: Results, run_folder: str | os.PathLike[str]) -> Path:
     """Write `results.json`; the file appears whole or not at all."""
-    path = Path(run_folder) / RESULTS_FILE
-    with atomic_write(path, "w") as file:
-        file.write(results.model_dump_json(indent=1) + "\n")
-    return path
+    return write_entry(results, Path(run_folder) / RESULTS_FILE)
 
 
 def load_results(run_folder: str | os.PathLike[str]) -> Results:
@@ -177,11 +177,21 @@ def load_results(run_folder: str | os.PathLike[str]) -> Results:
         raise ValueError(
             f"run_folder is {str(run_folder)!r}, which has no {RESULTS_FILE}; evaluate the run first"
         )
+    return read_entry(Results, path, "the results schema", "evaluate the run again")
+
+
+def read_entry(kind: type[Kind], path: Path, schema: str, remedy: str) -> Kind:
+    """The entry in a JSON file. Raises ValueError where it does not fit, naming the first field and the remedy."""
     try:
-        return Results.model_validate_json(path.read_text(encoding="utf-8"))
+        return kind.model_validate_json(path.read_text(encoding="utf-8"))
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise ValueError(
-            f"{path} does not fit the results schema: {field}: {first['msg']}; evaluate the run again"
-        ) from error
+        raise ValueError(f"{path} does not fit {schema}: {field}: {first['msg']}; {remedy}") from error
+
+
+def write_entry(entry: Entry, path: Path) -> Path:
+    """The entry as a JSON file, which appears whole or not at all."""
+    with atomic_write(path, "w") as file:
+        file.write(entry.model_dump_json(indent=1) + "\n")
+    return path

@@ -273,7 +273,8 @@ class _Run:
         self.logs.validated(self.done.step, {"tokens": self.done.tokens, **metrics})
         self.schedule.observe(metric)
         self.saved = False
-        better = self._guarded(metrics) and (self.done.best_metric is None or metric < self.done.best_metric)
+        guarded = self._guarded(metrics)
+        better = guarded and (self.done.best_metric is None or metric < self.done.best_metric)
         self.done.not_good = 0 if better else self.done.not_good + 1
         if better:
             self.done.best_step, self.done.best_metric = self.done.step, metric
@@ -286,7 +287,7 @@ class _Run:
             + " (best)" * better
         )
         if config.patience is not None and self.done.not_good >= config.patience:
-            self.done.stopped = self._why_stopped(metrics)
+            self.done.stopped = self._why_stopped(metrics, guarded)
             display.say(f"{self.stage.name} stops at step {self.done.step}: {self.done.stopped}")
         self._clock(busy=False)
 
@@ -301,9 +302,9 @@ class _Run:
         self.done.best_guard = value if self.done.best_guard is None else max(self.done.best_guard, value)
         return self.done.best_guard <= 0 or value >= share * self.done.best_guard
 
-    def _why_stopped(self, metrics: dict[str, float]) -> str:
+    def _why_stopped(self, metrics: dict[str, float], guarded: bool) -> str:
         guard = self.config.guard
-        if guard is not None and not self._guarded(metrics):
+        if guard is not None and not guarded:
             return f"{guard} is {metrics[guard]:.4g}, under {self.config.guard_share:.0%} of the highest seen, {self.done.best_guard:.4g}"
         return f"{self.config.monitor} did not improve in {self.done.not_good} validations"
 

@@ -138,7 +138,8 @@ class TrainConfig:
 @dataclass
 class TrainResult:
     """The outcome, also written to `result.json`. Seconds are wall time over all sessions, validation and saving included;
-    tokens_per_second counts training steps only. `stopped` says why a run ended before its budget. Memory is the device's peak, or the process's on the CPU."""
+    tokens_per_second counts training steps only. `stopped` says why a run ended before its budget. Memory is the device's
+    peak, or the process's on the CPU."""
 
     steps: int
     tokens: int
