@@ -1,6 +1,6 @@
 """Component balance on SmolLM2-135M: five ways to a hybrid at equal state bytes and equal mean near size, diagnosed.
 
-    python benchmarks/component_study.py --out runs/components --jobs 4
+    python benchmarks/component_study.py --out runs/components --jobs 6 --devices 4
 
 LoLCATs (terraced 64: 96 near keys on average, 64 features), HedgeCATs, SSD (first setting), inference-time hybrid and mass
 mixing (sliding 96, 74 features: the same bytes within 1%), each on 3M tokens of transfer and 3M of LoRA (the inference-time
@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from lolcats_study import MODEL, ROOT, Job, commit, machine, run
@@ -67,11 +69,14 @@ def jobs(tokens: int, rows: int) -> list[Job]:
     ]
 
 
-def diagnose(folder: Path, options: list[str]) -> dict[str, Any]:
+def diagnose(folder: Path, options: list[str], environment: dict[str, str]) -> dict[str, Any]:
     """Diagnose one run; its `report.json`."""
     base = [sys.executable, "-m", "hybridize.cli.main", "diagnose", str(folder), "--texts", "docstrings,code"]
     with (folder.parent / f"{folder.name}.diagnosis.log").open("a") as log:
-        code = subprocess.run([*base, *options], stdout=log, stderr=subprocess.STDOUT, check=False).returncode
+        done = subprocess.run(
+            [*base, *options], stdout=log, stderr=subprocess.STDOUT, env=environment, check=False
+        )
+    code = done.returncode
     print(f"{folder.name}: diagnosis exit {code}", flush=True)
     report = folder / "diagnosis" / "report.json"
     return json.loads(report.read_text()) if code == 0 else {}
@@ -106,7 +111,8 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=Path("runs/components"))
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time on the one device")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--devices", type=int, default=1, help="CUDA devices to spread the runs over")
     parser.add_argument("--tokens", type=int, default=3_000_000, help="of each stage")
     parser.add_argument("--rows", type=int, default=16, help="rows of 1,024 a step")
     parser.add_argument("--only", nargs="+", help="names of runs")
@@ -121,10 +127,20 @@ def main() -> None:
         job for job in jobs(options.tokens, options.rows) if not options.only or job.name in options.only
     ]
 
+    places: SimpleQueue[int] = SimpleQueue()
+    for place in range(options.jobs):
+        places.put(place % options.devices)
+
     def both(job: Job) -> dict[str, Any]:
         job.overrides += options.set
-        result = run(job, options.out)
-        diagnosis = diagnose(options.out / job.name, options.diagnose.split()) if result["exit"] == 0 else {}
+        place = places.get()
+        environment = (
+            {**os.environ, "CUDA_VISIBLE_DEVICES": str(place)} if options.devices > 1 else dict(os.environ)
+        )
+        result = run(job, options.out, environment)
+        folder, wanted = options.out / job.name, options.diagnose.split()
+        diagnosis = diagnose(folder, wanted, environment) if result["exit"] == 0 else {}
+        places.put(place)
         return {**result, "diagnosis": diagnosis}
 
     with ThreadPoolExecutor(options.jobs) as pool:
@@ -135,9 +151,10 @@ def main() -> None:
         result["diagnosis"].pop("command", None)
     record = {
         "commit": options.commit,
-        "command": f"python benchmarks/component_study.py --tokens {options.tokens} --rows {options.rows} --jobs {options.jobs}",
+        "command": f"python benchmarks/component_study.py --tokens {options.tokens} --rows {options.rows} --jobs {options.jobs} --devices {options.devices}",
         "model": MODEL,
         "machine": machine(),
+        "devices": options.devices,
         "runs_at_a_time": min(options.jobs, len(chosen)),
         "jobs": results,
     }

@@ -61,12 +61,15 @@ def corner_jobs(tokens: int, evaluation: list[str]) -> list[Job]:
     return jobs
 
 
-def run(job: Job, out: Path) -> dict[str, Any]:
-    """Run one job and read its measurements."""
+def run(job: Job, out: Path, environment: dict[str, str] | None = None) -> dict[str, Any]:
+    """Run one job (in `environment`, by default this process's) and read its measurements."""
     log = out / f"{job.name}.log"
     begin = time.monotonic()
     with log.open("a") as file:
-        code = subprocess.run(job.command(out), stdout=file, stderr=subprocess.STDOUT, check=False).returncode
+        done = subprocess.run(
+            job.command(out), stdout=file, stderr=subprocess.STDOUT, env=environment, check=False
+        )
+    code = done.returncode
     seconds = time.monotonic() - begin
     print(f"{job.name}: exit {code} after {seconds:.0f} s", flush=True)
     folder = out / job.name
