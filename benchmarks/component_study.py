@@ -105,6 +105,15 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def rounded(value: Any) -> Any:
+    """The same data, floats to six significant digits."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {key: rounded(entry) for key, entry in value.items()}
+    return [rounded(entry) for entry in value] if isinstance(value, list) else value
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -146,8 +155,11 @@ def main() -> None:
     with ThreadPoolExecutor(options.jobs) as pool:
         results = dict(zip([job.name for job in chosen], pool.map(both, chosen), strict=True))
     for result in results.values():
+        result.pop("milestones")  # the diagnosis has more
         for entry in result["diagnosis"].get("runs", []):
             entry["source"] = f"runs/components/{entry['name']}"
+            for model in entry["models"]:
+                model.pop("passkey_cells", None)
         result["diagnosis"].pop("command", None)
     record = {
         "commit": options.commit,
@@ -160,7 +172,7 @@ def main() -> None:
     }
     options.results.mkdir(parents=True, exist_ok=True)
     path = options.results / "component-balance-smollm2-135m.json"
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    path.write_text(json.dumps(rounded(record)) + "\n")
     print(table(results), flush=True)
 
 
