@@ -68,6 +68,67 @@ class SeparateNormalizer(Frozen):
 Normalizer = Annotated[SharedNormalizer | SeparateNormalizer, Field(discriminator="kind")]
 
 
+class LogPosition(Frozen):
+    """s_t = ln(t + base) / ln base, t from 0 (HyPE, arXiv 2601.22156, Eq. 11)."""
+
+    kind: Literal["log_position"] = "log_position"
+    base: float = Field(default=500.0, gt=1)
+    when: Literal["inference", "always"] = "inference"
+
+
+class LogLength(Frozen):
+    """s_t = max(1, ln(t + 1) / ln length)."""
+
+    kind: Literal["log_length"] = "log_length"
+    length: float = Field(gt=1)
+    when: Literal["inference", "always"] = "inference"
+
+
+class LogDeclared(Frozen):
+    """One constant, ln declared / ln length, for texts of a declared length."""
+
+    kind: Literal["log_declared"] = "log_declared"
+    length: float = Field(gt=1)
+    declared: float = Field(gt=1)
+    when: Literal["inference", "always"] = "inference"
+
+
+class ConstantScale(Frozen):
+    kind: Literal["constant"] = "constant"
+    value: float = Field(gt=0)
+    when: Literal["inference", "always"] = "inference"
+
+
+LogitScale = Annotated[LogPosition | LogLength | LogDeclared | ConstantScale, Field(discriminator="kind")]
+"""A factor on q of full softmax groups, a function of the query's position alone; `inference`: not while training."""
+
+
+class LightningDecay(Frozen):
+    """The fixed decay of a Lightning head h of H (from 1, counted inside its group), layer l of L (from 0).
+
+    `hypenet`: ln gamma = -2^(-8h/H), the same in every layer. `minimax`: that times 1 - l / (L - 1 + 1e-5) + 1e-5.
+    `layer_scaled`: -(8/H) (1 - l/L) (h - 1), as in flash-linear-attention's Lightning.
+    """
+
+    convention: Literal["hypenet", "minimax", "layer_scaled"] = "hypenet"
+
+
+LINEAR = ("linear", "windowed_linear")
+RECURRENT = ("lightning", "gla", "gdn", "mamba2", "rwkv7", "kda")
+
+
+class RopeBase(Frozen):
+    """RoPE over the whole head dim with its own base, whatever the teacher's."""
+
+    rope: float = Field(gt=1)
+
+
+def _parse_position(value: Any) -> Any:
+    if isinstance(value, str) and value not in ("rope", "none"):
+        raise ValueError(f"position is {value!r}; write rope (the teacher's), none or {{rope: 10000}}")
+    return value
+
+
 def _parse_heads(value: Any) -> Any:
     """`3/4` (a share of the heads) or a count of query heads."""
     if isinstance(value, str) and re.fullmatch(r"\d+/\d+", value.strip()):
@@ -80,13 +141,42 @@ def _parse_heads(value: Any) -> Any:
 
 
 class GroupSpec(Frozen):
-    """One head group: an attention and what it needs. `window: null` on a softmax group keeps the teacher's own."""
+    """One head group: an attention and what it needs. `window: null` on a softmax group keeps the teacher's own.
+
+    `position: null` is the teacher's own. `qk_norm` is an RMS norm of q and k a head, before RoPE (the teacher's, where it has
+    one); `output_norm` one over the group's heads together; `output_gate` a sigmoid of the layer's input on the output: `half`
+    is sigmoid(Wx), `open` twice that with W = 0 at first, so that it changes nothing at the start (`true`: `open` for softmax,
+    `half` for recurrent attention). `expand` (written `heads: expand`) gives every query head its own key and value head, copies of the teacher's at first.
+    """
 
     heads: Annotated[int | str, BeforeValidator(_parse_heads)] = "1/1"
-    attention: Literal["softmax", "linear", "windowed_linear"]
+    attention: Literal[
+        "softmax", "linear", "windowed_linear", "lightning", "gla", "gdn", "mamba2", "rwkv7", "kda"
+    ]
     window: Window | None = None
     normalizer: Normalizer | None = None
     feature_map: FeatureMapSpec | None = None
+    position: Annotated[Literal["rope", "none"] | RopeBase | None, BeforeValidator(_parse_position)] = None
+    logit_scale: LogitScale | None = None
+    decay: LightningDecay | None = None
+    qk_norm: bool = False
+    output_norm: bool = False
+    output_gate: Literal["open", "half"] | None = None
+    expand: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sugar(cls, value: Any) -> Any:
+        """`heads: expand` and `output_gate: true`."""
+        if not isinstance(value, dict):
+            return value
+        value = dict(value)
+        if value.get("heads") == "expand":
+            value.update(heads="1/1", expand=True)
+        if isinstance(value.get("output_gate"), bool):
+            kind = "open" if value.get("attention") == "softmax" else "half"
+            value["output_gate"] = kind if value["output_gate"] else None
+        return value
 
     @model_validator(mode="after")
     def _consistent(self) -> GroupSpec:
@@ -96,14 +186,20 @@ class GroupSpec(Frozen):
             raise ValueError("attention 'windowed_linear' needs a window, e.g. {kind: terraced, size: 64}")
         if self.attention == "linear" and self.window is not None:
             raise ValueError("attention 'linear' takes no window; use 'windowed_linear'")
+        if self.attention in RECURRENT and self.window is not None:
+            raise ValueError(f"attention {self.attention!r} takes no window; it remembers by its own decay")
         if self.attention != "windowed_linear" and self.normalizer is not None:
             raise ValueError(
                 f"attention {self.attention!r} takes no normalizer; only 'windowed_linear' combines two branches"
             )
-        if self.attention == "softmax" and self.feature_map is not None:
-            raise ValueError("attention 'softmax' takes no feature_map")
+        if self.attention not in LINEAR and self.feature_map is not None:
+            raise ValueError(f"attention {self.attention!r} takes no feature_map")
         if self.attention == "softmax" and self.window is not None and self.window.overlap:
             raise ValueError("window.overlap concerns the far keys; attention 'softmax' has none")
+        if self.logit_scale is not None and (self.attention != "softmax" or self.window is not None):
+            raise ValueError("logit_scale is for softmax attention without a window")
+        if self.decay is not None and self.attention != "lightning":
+            raise ValueError(f"attention {self.attention!r} takes no decay; only 'lightning' has a fixed one")
         identity = self.feature_map is not None and self.feature_map.act == "identity"
         mass = isinstance(self.normalizer, SeparateNormalizer) and self.normalizer.mix == "mass"
         if identity and (isinstance(self.normalizer, SharedNormalizer) or mass or self.normalizer is None):
@@ -113,13 +209,31 @@ class GroupSpec(Frozen):
                 )
         return self
 
+    @property
+    def recurrent(self) -> bool:
+        return self.attention in RECURRENT
+
+    @property
+    def own_parameters(self) -> bool:
+        """Whether the group has projections, norms, gates or decays beyond the teacher's, which a whole-mixer transfer trains."""
+        dressed = self.qk_norm or self.output_norm or self.output_gate is not None
+        return self.recurrent or dressed or self.expand
+
+    @property
+    def keeps_projections(self) -> bool:
+        """Whether q, k and v are the teacher's own, so that the layer can still compute the attention it replaced."""
+        own = self.position in (None, "rope") and not self.qk_norm and self.logit_scale is None
+        return own and not (self.expand or self.recurrent)
+
     def completed(self) -> GroupSpec:
         """The same group with the defaults of its attention written out."""
         update: dict[str, Any] = {}
         if self.attention == "windowed_linear" and self.normalizer is None:
             update["normalizer"] = SharedNormalizer()
-        if self.attention != "softmax" and self.feature_map is None:
+        if self.attention in LINEAR and self.feature_map is None:
             update["feature_map"] = FeatureMapSpec()
+        if self.attention == "lightning" and self.decay is None:
+            update["decay"] = LightningDecay()
         return self.model_copy(update=update)
 
 
@@ -155,14 +269,34 @@ class LayerSpec(Frozen):
 
     @property
     def has_linear(self) -> bool:
-        return any(group.attention != "softmax" for group in self.groups)
+        """Whether some group has feature maps."""
+        return any(group.attention in LINEAR for group in self.groups)
+
+    @property
+    def is_softmax(self) -> bool:
+        return all(group.attention == "softmax" for group in self.groups)
+
+    @property
+    def keeps_projections(self) -> bool:
+        """See `GroupSpec.keeps_projections`, of every group."""
+        return all(group.keeps_projections for group in self.groups)
+
+    @property
+    def expand(self) -> bool:
+        """Whether every query head has its own key and value head."""
+        return self.groups[0].expand
 
 
 class HybridSpec(Frozen):
-    """A spec as a recipe writes it. `layers` overrides `all` for ranges such as `"0-15"` or `"0,4,8"`."""
+    """A spec as a recipe writes it. `layers` overrides `all` for ranges such as `"0-15"` or `"0,4,8"`.
+
+    `kept` is what the layers compute that a `select` step keeps on softmax; until then all layers are candidates and
+    compute `all`.
+    """
 
     all: LayerSpec
     layers: dict[str, LayerSpec] = Field(default_factory=dict)
+    kept: LayerSpec | None = None
 
     @model_validator(mode="after")
     def _ranges(self) -> HybridSpec:
@@ -173,6 +307,21 @@ class HybridSpec(Frozen):
                 raise ValueError(f"layers {text!r} names layer {min(seen & indices)} a second time")
             seen |= indices
         return self
+
+    def with_kept(self, layers: Iterable[int]) -> HybridSpec:
+        """The spec after a selection: `layers` compute `kept`. Raises ValueError without a `kept`."""
+        if self.kept is None:
+            raise ValueError("spec.kept is missing; it says what the selected layers compute")
+        chosen = sorted(set(layers))
+        if not chosen:
+            return self.model_copy(update={"kept": None})
+        others = {
+            text: ",".join(str(index) for index in parse_layers(text) if index not in chosen)
+            for text in self.layers
+        }
+        overrides = {others[text]: layer for text, layer in self.layers.items() if others[text]}
+        overrides[",".join(map(str, chosen))] = self.kept
+        return self.model_copy(update={"layers": overrides, "kept": None})
 
     def resolve(self, *, layers: int, heads: int, kv_heads: int, head_dim: int) -> ResolvedSpec:
         """Check the spec against a model's shape; every problem in one `ValueError`."""
@@ -225,6 +374,10 @@ def parse_layers(text: str) -> list[int]:
 
 def _resolve_layer(layer: LayerSpec, heads: int, kv_heads: int, head_dim: int) -> LayerSpec:
     per_kv = heads // kv_heads
+    if len({group.expand for group in layer.groups}) > 1:
+        raise ValueError("heads: expand concerns a whole layer; write expand: true in each of its groups")
+    if layer.expand:
+        kv_heads, per_kv = heads, 1
     counts = []
     for group in layer.groups:
         share = Fraction(group.heads) * heads if isinstance(group.heads, str) else Fraction(group.heads)
@@ -243,6 +396,9 @@ def _resolve_layer(layer: LayerSpec, heads: int, kv_heads: int, head_dim: int) -
 
 def _resolve_group(group: GroupSpec, heads: int, head_dim: int) -> GroupSpec:
     group = group.completed().model_copy(update={"heads": heads})
+    rotated = group.position == "rope" or isinstance(group.position, RopeBase)
+    if rotated and head_dim % 2:
+        raise ValueError(f"position {group.position} rotates pairs of channels; the head dim is {head_dim}")
     if group.feature_map is None:
         return group
     features = group.feature_map.features or head_dim

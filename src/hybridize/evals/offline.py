@@ -100,6 +100,24 @@ def run_offline(
     return [_result(name, asked, scored) for name, asked in questions.items()]
 
 
+def offline_values(
+    model: Any, tokenizer: Any, documents: Sequence[str], samples: int, on_progress: Progress | None = None
+) -> list[dict[str, Any]]:
+    """Every task on these documents as plain values, at the reach of the model's own windows."""
+    reach = reach_of(model.spec.groups if isinstance(model, HybridForCausalLM) else ())
+    results = run_offline(
+        model,
+        tokenizer,
+        documents,
+        samples=samples,
+        reach_tokens=reach,
+        max_length=4 * reach,
+        on_progress=on_progress,
+    )
+    keep = ("name", "reach", "accuracy", "low", "high", "chance", "samples")
+    return [{name: getattr(result, name) for name in keep} for result in results]
+
+
 def _rows(question: Question) -> list[tuple[Ids, Ids]]:
     """What has to be scored to answer: every choice after the context, then after the baseline."""
     contexts = [question.context] if question.baseline is None else [question.context, question.baseline]

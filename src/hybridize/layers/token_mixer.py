@@ -7,8 +7,9 @@ Legend: B rows, T tokens, E width, H query heads, G KV heads, D head dim, V valu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, cast
 
 import torch
@@ -20,7 +21,17 @@ from hybridize.mixers.types import GroupShape, Mixer
 from hybridize.ops import softmax
 from hybridize.ops.sequences import Sequences
 from hybridize.ops.types import HYBRID, Ablation, Removal, State
-from hybridize.spec import GroupSpec, LayerSpec
+from hybridize.positions import log_scale, rope
+from hybridize.spec import (
+    ConstantScale,
+    GroupSpec,
+    LayerSpec,
+    LogDeclared,
+    LogitScale,
+    LogLength,
+    LogPosition,
+    RopeBase,
+)
 from hybridize.windows import Window
 
 Mode = Literal["hybrid", "softmax_only", "far_only", "linear_only", "sinks_only", "none"]
@@ -35,6 +46,8 @@ class LayerShape(Protocol):
     @property
     def layer(self) -> int: ...
     @property
+    def hidden(self) -> int: ...
+    @property
     def heads(self) -> int: ...
     @property
     def kv_heads(self) -> int: ...
@@ -46,14 +59,24 @@ class LayerShape(Protocol):
     def softcap(self) -> float | None: ...
     @property
     def window(self) -> int | None: ...
+    @property
+    def rope(self) -> bool: ...
+    @property
+    def layers(self) -> int: ...
+    @property
+    def normed(self) -> bool: ...
 
 
 class Projections(Protocol):
     """How a family projects into and out of its attention; see `models.families.Family`."""
 
-    def project(
-        self, mixer: Any, shape: Any, x_BTE: Tensor, position_embeddings: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
+    def heads(self, mixer: Any, shape: Any, x_BTE: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
+
+    def rotate(
+        self, q_BTHD: Tensor, k_BTGD: Tensor, position_embeddings: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def expand(self, mixer: nn.Module, shape: Any) -> None: ...
 
     def finish(self, mixer: Any, o_BTHD: Tensor) -> Tensor: ...
 
@@ -110,18 +133,39 @@ class TokenMixer(nn.Module):
         for name, child in attention.named_children():
             self.add_module(name, child)
         self.family, self.shape = family, shape
+        self.expanded = spec.expand
+        if spec.expand:
+            family.expand(self, shape)
         self.effective = Effective()
         self.intercept: Intercept | None = None
         self._build(spec)
-        whole = GroupShape(
-            shape.layer, shape.heads, shape.kv_heads, shape.head_dim, shape.scale, shape.softcap, shape.window
-        )
+        whole = self._group_shape(shape.heads, self.kv_heads)
         self._sinks_only = SoftmaxMixer(GroupSpec(attention="softmax", heads=shape.heads), whole)
         self._sinks_only.window = Window("sliding", 0, sinks=SINKS_ONLY)
 
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads after an expansion."""
+        return self.shape.heads if self.expanded else self.shape.kv_heads
+
+    def _group_shape(self, heads: int, kv_heads: int) -> GroupShape:
+        shape = self.shape
+        return GroupShape(
+            shape.layer,
+            heads,
+            kv_heads,
+            shape.head_dim,
+            shape.scale,
+            shape.softcap,
+            shape.window,
+            shape.hidden,
+            shape.layers,
+            shape.normed,
+        )
+
     def _build(self, spec: LayerSpec) -> None:
         shape = self.shape
-        per_kv = shape.heads // shape.kv_heads
+        per_kv = shape.heads // self.kv_heads
         _check_heads([int(group.heads) for group in spec.groups], shape, per_kv)
         self.spec = spec
         self.groups = nn.ModuleList()
@@ -129,17 +173,27 @@ class TokenMixer(nn.Module):
         head = 0
         for group in spec.groups:
             count = int(group.heads)
-            group_shape = GroupShape(
-                shape.layer, count, count // per_kv, shape.head_dim, shape.scale, shape.softcap, shape.window
-            )
-            self.groups.append(build_mixer(group, group_shape))
+            mixer = build_mixer(group, self._group_shape(count, count // per_kv))
+            self.groups.append(mixer)
             self.slices.append((slice(head, head + count), slice(head // per_kv, (head + count) // per_kv)))
             head += count
+        dtype = next(self.parameters()).dtype
+        for mixer in self.mixers:
+            for part in (mixer.q_norm, mixer.k_norm, mixer.output_norm, mixer.output_gate):
+                if part is not None:
+                    part.to(dtype)
 
     def respec(self, spec: LayerSpec) -> None:
-        """Compute `spec` from now on. Parameters that keep their name and shape keep their values; new ones start as new."""
+        """Compute `spec` from now on. Parameters that keep their name and shape keep their values; new ones start as new.
+
+        Raises ValueError for a spec that expands the KV heads where this layer does not, or the other way round.
+        """
         if spec == self.spec:
             return
+        if spec.expand != self.expanded:
+            raise ValueError(
+                f"layer {self.shape.layer}: heads: expand changes the projections; a change of spec cannot do that"
+            )
         before = self.groups.state_dict()
         device = next(self.parameters()).device
         self._build(spec)
@@ -174,16 +228,73 @@ class TokenMixer(nn.Module):
             raise ValueError(
                 "attention_mask reached a token mixer; call the hybrid model, which turns masks into lengths"
             )
-        q, k, v = self.family.project(self, self.shape, hidden_states, position_embeddings)
         if hybrid_call is None:
-            hybrid_call = Call(Sequences.dense(q.shape[0], q.shape[1], device=q.device))
-        sequences = hybrid_call.sequences.on(q.device)
+            rows, length = hidden_states.shape[:2]
+            hybrid_call = Call(Sequences.dense(rows, length, device=hidden_states.device))
+        sequences = hybrid_call.sequences.on(hidden_states.device)
+        q, k, v = self.project(hidden_states, position_embeddings, sequences)
         if self.intercept is not None:
             return self.family.finish(self, self.intercept(self, q, k, v, sequences)), None
         states = hybrid_call.states[self.shape.layer] if hybrid_call.states is not None else None
-        o = self.attend(q, k, v, sequences, states, hybrid_call.lay(self.effective.where))
-        y = self.family.finish(self, o)
+        where = hybrid_call.lay(self.effective.where)
+        o = self.attend(q, k, v, sequences, states, where, x_BTE=hidden_states)
+        y = self.finish(o, hidden_states)
         return (torch.zeros_like(y) if self._silent() else y), None
+
+    def project(
+        self, x_BTE: Tensor, position_embeddings: tuple[Tensor, Tensor], sequences: Sequences
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q `[B, T, H, D]`, k and v `[B, T, G, D]` as the groups take them: normalised, with their positions, scaled."""
+        shape: Any = replace(cast(Any, self.shape), kv_heads=self.kv_heads) if self.expanded else self.shape
+        q, k, v = self.family.heads(self, shape, x_BTE)
+        if all(_plain(group.spec) for group in self.mixers):
+            return *(self.family.rotate(q, k, position_embeddings) if self.shape.rope else (q, k)), v
+        parts = [
+            self._place(
+                mixer, *mixer.normalise(q[:, :, heads], k[:, :, kv_heads]), position_embeddings, sequences
+            )
+            for mixer, (heads, kv_heads) in zip(self.mixers, self.slices, strict=True)
+        ]
+        if len(parts) == 1:
+            return *parts[0], v
+        return torch.cat([q for q, _ in parts], 2), torch.cat([k for _, k in parts], 2), v
+
+    def _place(
+        self,
+        mixer: Mixer,
+        q: Tensor,
+        k: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        sequences: Sequences,
+    ) -> tuple[Tensor, Tensor]:
+        """One group's q and k with its positions, and q with its logit scale."""
+        position = mixer.spec.position
+        if isinstance(position, RopeBase):
+            shape, base = q.shape[:2], position.rope
+
+            def make() -> tuple[Tensor, Tensor]:
+                cos, sin = rope.tables(sequences.tensor("position"), q.shape[-1], base)
+                return cos.unflatten(0, shape), sin.unflatten(0, shape)
+
+            turn = sequences.once(("rope", base), make)
+            q, k = rope.rotate(q, *turn), rope.rotate(k, *turn)
+        elif position == "rope" or (position is None and self.shape.rope):
+            q, k = self.family.rotate(q, k, position_embeddings)
+        scale = mixer.spec.logit_scale
+        if scale is None or (self.training and scale.when == "inference"):
+            return q, k
+        factor = sequences.once(("scale", scale), lambda: _factors(scale, sequences.tensor("position")))
+        return q * factor.unflatten(0, q.shape[:2])[..., None, None].to(q.dtype), k
+
+    def finish(self, o_BTHV: Tensor, x_BTE: Tensor) -> Tensor:
+        """The layer's output `[B, T, E]`: the groups' norms and gates, then the output projection."""
+        if any(mixer.dressed for mixer in self.mixers):
+            parts = [
+                mixer.dress(o_BTHV[:, :, heads], x_BTE)
+                for mixer, (heads, _) in zip(self.mixers, self.slices, strict=True)
+            ]
+            o_BTHV = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+        return self.family.finish(self, o_BTHV)
 
     def attend(
         self,
@@ -193,6 +304,7 @@ class TokenMixer(nn.Module):
         sequences: Sequences,
         states: list[State | None] | None = None,
         where: Tensor | None = None,
+        x_BTE: Tensor | None = None,
     ) -> Tensor:
         """`o_BTHV` of all groups; `states` (one a group) are read and replaced; `where` confines the ablation in force."""
         outputs = []
@@ -204,7 +316,7 @@ class TokenMixer(nn.Module):
                 continue
             state = states[index] if states is not None else None
             o, state = mixer.attend(
-                q, k, v, sequences, state, keep_state=states is not None, ablation=ablation
+                q, k, v, sequences, state, x_BTE=x_BTE, keep_state=states is not None, ablation=ablation
             )
             if states is not None:
                 states[index] = state
@@ -217,7 +329,15 @@ class TokenMixer(nn.Module):
         return Window("sliding", self.shape.window) if self.shape.window is not None else None
 
     def teacher(self, q_BTHD: Tensor, k_BTGD: Tensor, v_BTGV: Tensor, sequences: Sequences) -> Tensor:
-        """`o_BTHV` of the attention that was replaced: softmax over the teacher's own window."""
+        """`o_BTHV` of the attention that was replaced: softmax over the teacher's own window.
+
+        Raises ValueError where the layer's q, k or v are no longer the teacher's (recurrent attention, own norms, other
+        positions, expanded heads).
+        """
+        if not self.spec.keeps_projections:
+            raise ValueError(
+                f"layer {self.shape.layer} no longer projects as its teacher does; load the teacher itself"
+            )
         return softmax.forward(
             q_BTHD,
             k_BTGD,
@@ -249,6 +369,23 @@ class TokenMixer(nn.Module):
             return group, HYBRID
         kept = group.near if mode == "softmax_only" else group.far
         return (group, HYBRID) if kept else (None, HYBRID)
+
+
+def _plain(spec: GroupSpec) -> bool:
+    """Whether q and k are the teacher's own."""
+    return spec.position is None and not spec.qk_norm and spec.logit_scale is None
+
+
+def _factors(scale: LogitScale, position_P: Tensor) -> Tensor:
+    match scale:
+        case LogPosition():
+            return log_scale.log_position(position_P, scale.base)
+        case LogLength():
+            return log_scale.log_length(position_P, scale.length)
+        case LogDeclared():
+            return log_scale.constant(position_P, math.log(scale.declared) / math.log(scale.length))
+        case ConstantScale():
+            return log_scale.constant(position_P, scale.value)
 
 
 def _check_heads(counts: list[int], shape: LayerShape, per_kv: int) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from hybridize.mixers.parts import OwnStart
 from hybridize.ops.feature_map import FeatureMap
 
 NOISE = 0.1
 """Standard deviation of `identity_noise`."""
 
 
-class FeatureMapWeights(nn.Module):
+class FeatureMapWeights(OwnStart):
     """`weight` [H, D, Q] and, one-sided with a bias, `bias` [H, Q]; float32. First value: a rectangular identity.
 
     With `identity_noise` a fixed generator (seeded by `seed`) adds N(0, 0.1), the same on every machine.

@@ -50,6 +50,7 @@ class LinearMixer(Mixer):
         sequences: Sequences,
         state: State | None = None,
         *,
+        x_BTE: Tensor | None = None,
         keep_state: bool = False,
         ablation: Ablation = HYBRID,
     ) -> tuple[Tensor, State | None]:

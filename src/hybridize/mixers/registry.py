@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hybridize.mixers.lightning import LightningMixer
 from hybridize.mixers.linear import LinearMixer
 from hybridize.mixers.softmax import SoftmaxMixer
 from hybridize.mixers.types import GroupShape, Mixer
@@ -12,9 +13,12 @@ MIXERS: dict[str, type[Mixer]] = {
     "softmax": SoftmaxMixer,
     "linear": LinearMixer,
     "windowed_linear": WindowedLinearMixer,
+    "lightning": LightningMixer,
 }
 
 
 def build_mixer(spec: GroupSpec, shape: GroupShape) -> Mixer:
     """The mixer of one resolved head group."""
+    if spec.attention not in MIXERS:
+        raise ValueError(f"attention {spec.attention!r} has no mixer here; there are {', '.join(MIXERS)}")
     return MIXERS[spec.attention](spec, shape)

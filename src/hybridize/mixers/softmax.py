@@ -30,6 +30,7 @@ class SoftmaxMixer(Mixer):
         sequences: Sequences,
         state: State | None = None,
         *,
+        x_BTE: Tensor | None = None,
         keep_state: bool = False,
         ablation: Ablation = HYBRID,
     ) -> tuple[Tensor, State | None]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridize.mixers.linear import build_maps
+from hybridize.mixers.parts import OwnStart
 from hybridize.mixers.types import GroupShape, Mixer
 from hybridize.ops import linear, windowed_linear
 from hybridize.ops.sequences import Sequences
@@ -17,7 +18,7 @@ from hybridize.ops.windowed_linear import Mix, SeparateMix, SharedMix, WindowedL
 from hybridize.spec import GroupSpec, SeparateNormalizer, SharedNormalizer
 
 
-class MixWeights(nn.Module):
+class MixWeights(OwnStart):
     """One learnt number a head: the logit of gamma (shared), of g (separate, learnt), or the mass bias."""
 
     def __init__(self, normalizer: SharedNormalizer | SeparateNormalizer, heads: int) -> None:
@@ -72,6 +73,7 @@ class WindowedLinearMixer(Mixer):
         sequences: Sequences,
         state: State | None = None,
         *,
+        x_BTE: Tensor | None = None,
         keep_state: bool = False,
         ablation: Ablation = HYBRID,
     ) -> tuple[Tensor, State | None]:

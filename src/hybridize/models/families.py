@@ -30,7 +30,7 @@ class AttentionShape:
 
     `scale` multiplies q·k; `softcap` c replaces a score s by c·tanh(s/c) after scaling; `window` is the model's own
     sliding window in keys, the query's own included (None: all earlier keys); `rope` is False in a layer without
-    position embeddings.
+    position embeddings; `layers` counts the model's; `normed`: q and k of each head are normalised.
     """
 
     layer: int
@@ -42,6 +42,8 @@ class AttentionShape:
     softcap: float | None
     window: int | None
     rope: bool
+    layers: int = 1
+    normed: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,8 @@ class Family:
             softcap=getattr(config, self.softcap_field) if self.softcap_field else None,
             window=config.sliding_window if self._slides(config, layer) else None,
             rope=bool(getattr(config, self.rope_field)[layer]) if self.rope_field else True,
+            layers=config.num_hidden_layers,
+            normed=self.qk_norm == "head",
         )
 
     def shapes(self, config: PreTrainedConfig) -> list[AttentionShape]:
@@ -110,6 +114,11 @@ class Family:
         `mixer` is any module with the original's children; `position_embeddings` are the (cos, sin), `[B or 1, T, R]`
         with R rotated dims, that the decoder hands to its layers.
         """
+        q, k, v = self.heads(mixer, shape, x_BTE)
+        return *(self.rotate(q, k, position_embeddings) if shape.rope else (q, k)), v
+
+    def heads(self, mixer: Any, shape: AttentionShape, x_BTE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of every head, after the family's own qk-norm and before RoPE."""
         if self.fused_qkv:
             q_width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
             q, k, v = mixer.qkv_proj(x_BTE).split([q_width, kv_width, kv_width], dim=-1)
@@ -122,10 +131,47 @@ class Family:
         v_BTGD = v.unflatten(-1, (shape.kv_heads, shape.head_dim))
         if self.qk_norm == "head":
             q_BTHD, k_BTGD = mixer.q_norm(q_BTHD), mixer.k_norm(k_BTGD)
-        if shape.rope:
-            cos, sin = position_embeddings
-            q_BTHD, k_BTGD = _rotary(self.package)(q_BTHD, k_BTGD, cos, sin, unsqueeze_dim=2)
         return q_BTHD, k_BTGD, v_BTGD
+
+    def rotate(
+        self, q_BTHD: Tensor, k_BTGD: Tensor, position_embeddings: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """q and k turned by the family's own RoPE."""
+        cos, sin = position_embeddings
+        return _rotary(self.package)(q_BTHD, k_BTGD, cos, sin, unsqueeze_dim=2)
+
+    @torch.no_grad()
+    def expand(self, mixer: nn.Module, shape: AttentionShape) -> None:
+        """Give every query head its own key and value head: whole head blocks of the projections are copied, query head h
+        taking those of KV head floor(h / (H / G)) (DESIGN D5). Biases and a norm over the keys' width go along."""
+        if shape.kv_heads == shape.heads:
+            return
+        times = shape.heads // shape.kv_heads
+
+        def copied(x: Tensor) -> nn.Parameter:
+            blocks = x.unflatten(0, (-1, shape.head_dim)).repeat_interleave(times, 0)
+            return nn.Parameter(blocks.flatten(0, 1).contiguous(), requires_grad=x.requires_grad)
+
+        def widen(linear: Any, change: Callable[[Tensor], nn.Parameter]) -> None:
+            linear.weight = change(linear.weight)
+            if linear.bias is not None:
+                linear.bias = change(linear.bias)
+            linear.out_features = linear.weight.shape[0]
+
+        if self.fused_qkv:
+            q_width = shape.heads * shape.head_dim
+
+            def fused(x: Tensor) -> nn.Parameter:
+                joined = torch.cat([x[:q_width], copied(x[q_width:])])
+                return nn.Parameter(joined, requires_grad=x.requires_grad)
+
+            widen(mixer.qkv_proj, fused)
+            return
+        for name in ("k_proj", "v_proj"):
+            widen(getattr(mixer, name), copied)
+        if self.qk_norm == "projection":
+            norm: Any = mixer.k_norm
+            norm.weight = copied(norm.weight)
 
     def finish(self, mixer: Any, o_BTHD: Tensor) -> Tensor:
         """The attention module's output `[B, T, E]` from its heads' outputs."""

@@ -19,8 +19,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hybridize import losses
 from hybridize.layers.token_mixer import Call, TokenMixer
-from hybridize.mixers.feature_map import FeatureMapWeights
-from hybridize.mixers.windowed_linear import MixWeights
+from hybridize.mixers.parts import OwnStart
 from hybridize.models.cache import HybridCache
 from hybridize.models.configuration import STUB, HybridConfig
 from hybridize.models.families import base_architecture, get_family
@@ -55,7 +54,7 @@ class HybridForCausalLM(Interventions, PreTrainedModel, GenerationMixin):
     _supports_sdpa = True
     _is_stateful = True  # transformers refuses assisted decoding and prompt lookup: states cannot be cropped
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
-    _keep_in_fp32_modules_strict = {"groups"}  # noqa: RUF012
+    _keep_in_fp32_modules_strict = {"map_q", "map_k", "mix", "control"}  # noqa: RUF012
     _no_split_modules: list[str] = []  # noqa: RUF012
 
     def __init__(self, config: HybridConfig, base: PreTrainedModel | None = None) -> None:
@@ -121,7 +120,7 @@ class HybridForCausalLM(Interventions, PreTrainedModel, GenerationMixin):
         """Parameters that a checkpoint lacks get their first values; ours by their own rule."""
         super().initialize_weights()
         for module in self.modules():
-            if isinstance(module, FeatureMapWeights | MixWeights):
+            if isinstance(module, OwnStart):
                 missing = [p for p in module.parameters() if not getattr(p, "_is_hf_initialized", False)]
                 if missing and not any(p.is_meta for p in missing):
                     module.reset_parameters()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hybridize.layers.token_mixer import TokenMixer
 from hybridize.models.configuration import HybridConfig
 from hybridize.models.families import get_family
 from hybridize.models.modeling import HybridForCausalLM
@@ -26,3 +29,40 @@ def hybridize_model(teacher: PreTrainedModel, spec: HybridSpec | ResolvedSpec) -
     """
     resolved = spec if isinstance(spec, ResolvedSpec) else resolve_spec(spec, teacher.config)
     return HybridForCausalLM.from_teacher(teacher, HybridConfig.from_base(teacher.config, resolved))
+
+
+def softmax_teacher(teacher: PreTrainedModel) -> HybridForCausalLM:
+    """The teacher itself behind our layouts of padded and packed rows: every layer computes its own softmax attention.
+
+    The teacher object must not be used again afterwards.
+    """
+    return hybridize_model(teacher, HybridSpec.model_validate({"all": {"attention": "softmax"}}))
+
+
+def replace_layers(student: HybridForCausalLM, teacher: HybridForCausalLM, spec: ResolvedSpec) -> None:
+    """Make `student` compute `spec`: layers that differ from its own are rebuilt from copies of `teacher`'s attention.
+
+    The other layers keep what they have learnt. Raises ValueError for a spec of another number of layers, and for a teacher
+    whose layers are not its own softmax any more.
+    """
+    if len(spec.layers) != len(student.spec.layers):
+        raise ValueError(f"spec has {len(spec.layers)} layers; the model has {len(student.spec.layers)}")
+    changed = [
+        index
+        for index, (new, old) in enumerate(zip(spec.layers, student.spec.layers, strict=True))
+        if new != old
+    ]
+    for index in changed:
+        source = teacher.mixers[index]
+        if not (source.spec.is_softmax and source.spec.keeps_projections):
+            raise ValueError(f"layer {index} of the teacher is not its own softmax attention any more")
+        like = next(student.mixers[index].parameters())
+        children = copy.deepcopy(source)
+        del children.groups, children._sinks_only
+        mixer = TokenMixer(children, student.family, student.shapes[index], spec.layers[index])
+        mixer.to(like.device)
+        if like.dtype != next(source.parameters()).dtype:
+            mixer.to(like.dtype)
+        student.family.replace_attention(student, index, mixer.train(student.training))
+    student.spec = spec
+    student.config.hybrid_spec = spec.model_dump(mode="json")

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, ParamSpec, Self, TypeVar
 import torch
 from torch import Tensor
 
-Impl = Literal["auto", "reference", "chunked"]
+Impl = Literal["auto", "reference", "chunked", "fla"]
 Mode = Literal["hybrid", "softmax_only", "far_only", "linear_only"]
 Removal = Literal["zero", "renormalize"]
 

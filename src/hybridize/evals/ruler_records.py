@@ -1,0 +1,125 @@
+"""What a RULER run has answered so far: one file of JSON lines for a task, a length and settings, so that a run goes on.
+
+The first line says what the answers depend on; its digest is part of the file's name, so a changed model or setting
+starts a file of its own. Lines are added whole and flushed to the disk. A kill can leave half a line at the end: it
+counts as not answered, and is removed before anything is added. Two writers at once may answer a sample twice; one counts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hybridize.atomic import atomic_write, full_disk_explained
+
+_SAMPLED = 64  # values of each tensor in a model's fingerprint
+# Where a model came from and how it is run, not what it computes.
+_NOT_THE_MODEL = ("_name_or_path", "_commit_hash", "transformers_version", "architectures", "auto_map")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The prediction for sample `index`. `score` is the share (0..1) of the references that it contains."""
+
+    index: int
+    depth: float | None
+    prompt_tokens: int
+    references: tuple[str, ...]
+    prediction: str
+    score: float
+
+
+class Records:
+    """Answers of one task at one length, in memory and, with a folder, on disk."""
+
+    def __init__(self, folder: Path | None, identity: Mapping[str, Any]) -> None:
+        """Read what the folder has for `identity`, plain values of which `task` and `length` name the file.
+
+        Raises ValueError for a file of this name that was made by other settings.
+        """
+        self.identity = dict(identity)
+        self.answers: dict[int, Answer] = {}
+        self.path = None if folder is None else Path(folder) / _file_name(self.identity)
+        self._begun = False
+        if self.path is not None and self.path.exists():
+            self._read(self.path)
+
+    def add(self, answers: Sequence[Answer]) -> None:
+        """Keep answers; on return they are on the disk. Raises DiskFullError where it is full."""
+        self.answers |= {answer.index: answer for answer in answers}
+        if self.path is None:
+            return
+        if not self._begun:
+            self._rewrite(self.path)
+            return
+        with full_disk_explained(self.path), open(self.path, "a", encoding="utf-8") as file:
+            file.write("".join(_line(asdict(answer)) for answer in answers))
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _read(self, path: Path) -> None:
+        first, *lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+        header = _parsed(first)
+        if header is not None and header != self.identity:
+            raise ValueError(f"{path} was made by other settings than its name says; move it away")
+        found = [answer for answer in map(_answer, lines) if answer is not None]
+        self.answers = {answer.index: answer for answer in found}
+        # A whole file is its header, its answers and the empty string after the last line break.
+        self._begun = header is not None and len(lines) == len(found) + 1 and not lines[-1]
+
+    def _rewrite(self, path: Path) -> None:
+        with atomic_write(path, "w") as file:
+            file.write(_line(self.identity))
+            file.writelines(_line(asdict(answer)) for _, answer in sorted(self.answers.items()))
+        self._begun = True
+
+
+def _file_name(identity: Mapping[str, Any]) -> str:
+    digest = hashlib.sha256(_line(identity).encode()).hexdigest()
+    return f"{identity['task']}-{identity['length']}-{digest[:12]}.jsonl"
+
+
+def _line(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, sort_keys=True) + "\n"
+
+
+def _parsed(line: str) -> dict[str, Any] | None:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _answer(line: str) -> Answer | None:
+    value = _parsed(line)
+    if value is None or set(value) != set(Answer.__dataclass_fields__):
+        return None
+    return Answer(**{**value, "references": tuple(value["references"])})
+
+
+def model_fingerprint(model: nn.Module) -> str:
+    """sha256 of what a model computes: its config, a hybrid's spec in force, and 64 values of every tensor.
+
+    The values lie evenly over a tensor, so that training, merging or rounding of any part is seen, at little cost.
+    """
+    config = getattr(model, "config", None)
+    fields = config.to_dict() if config is not None else {}
+    fields = {key: value for key, value in fields.items() if key not in _NOT_THE_MODEL}
+    spec = getattr(model, "effective_spec", None)
+    digest = hashlib.sha256(json.dumps([fields, spec], sort_keys=True, default=str).encode())
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    for name, x in sorted(tensors, key=lambda tensor: tensor[0]):
+        digest.update(f"{name}:{tuple(x.shape)}:{x.dtype}".encode())
+        flat = x.detach().reshape(-1)
+        chosen = flat[:: max(1, flat.numel() // _SAMPLED)]
+        digest.update(chosen.to("cpu", torch.float64).numpy().tobytes())
+    return digest.hexdigest()
