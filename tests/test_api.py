@@ -97,9 +97,67 @@ def test_a_teacher_is_measured_and_has_nothing_to_remove(teacher, text):
         evaluate(teacher, text, mode="softmax_only")
 
 
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory):
+    """Settings of a small RULER evaluation, and records of its own: the random teacher writes 128 tokens a question."""
+    essays = tmp_path_factory.mktemp("essays") / "essays.txt"
+    essays.write_text("The old ship left its harbor at dawn. Nobody saw it go. " * 100)
+    return {"ruler": ["niah"], "essays": essays, "lengths": [256], "samples": 2}
+
+
+def test_ruler_goes_on_from_the_run(run, text, asked, monkeypatch):
+    values = evaluate(run, text, **asked)
+    assert json.loads(json.dumps(values)) == values and not values["perplexity"] and "passkey" not in values
+    ruler = values["ruler"]
+    assert [(r["task"], r["length"], r["samples"]) for r in ruler["results"]] == [
+        (f"niah_single_{i}", 256, 2) for i in (1, 2, 3)
+    ]
+    assert ruler["haystack"] == "essays" and ruler["niah"][0]["samples"] == 6
+    assert ruler["records"] == str(run / "ruler") and len(list((run / "ruler").glob("*.jsonl"))) == 3
+    monkeypatch.setattr(
+        hybridize.HybridForCausalLM, "generate", lambda *_, **__: pytest.fail("it was all answered before")
+    )
+    assert evaluate(run, text, **asked) == values
+    with pytest.raises(pytest.fail.Exception):
+        evaluate(run, text, mode="softmax_only", **asked)
+
+
+def test_a_teacher_is_stretched_to_the_longest_length(teacher, text, tmp_path, asked):
+    plain = tmp_path / "plain"
+    bench.write_teacher(plain, rope_parameters={"rope_type": "default", "rope_theta": 10_000.0})
+    options = {"tasks": ["perplexity"], "lengths": [600], "samples": 1, "texts": [str(long_text(tmp_path))]}
+    values = {
+        trick: evaluate(plain, text, length_trick=trick, **options)
+        for trick in ("none", "yarn", "dynamic_ntk")
+    }
+    assert len({next(iter(v["perplexity"].values()))["nll"] for v in values.values()}) == 3
+    assert "600 are beyond the 512 positions" in values["none"]["length_note"]
+    assert "length_note" not in values["yarn"] and values["yarn"]["length_trick"] == "yarn"
+    ruler = evaluate(plain, text, length_trick="yarn", records=tmp_path / "kept", **asked)["ruler"]
+    assert ruler["records"] == str(tmp_path / "kept") and len(list((tmp_path / "kept").iterdir())) == 3
+    assert (
+        evaluate(teacher, text, **asked | {"ruler": ["niah_single_1"], "samples": 1})["ruler"]["records"]
+        is None
+    )
+
+
+def long_text(folder: Path) -> Path:
+    """A text whose test split has a row of 600 tokens."""
+    target = folder / "long"
+    target.mkdir()
+    for split in ("train", "validation", "test"):
+        (target / f"{split}.txt").write_text(bench.sentences(3, 1300))
+    return target
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        ({"ruler": ["niha"]}, "^RULER has no task 'niha' here; did you mean 'niah'"),
+        ({"ruler": ["vt"], "ruler_scorer": "nvida"}, "^scorer is 'nvida'"),
+        ({"ruler": ["niah"], "essays": "nowhere.txt"}, "^essays is 'nowhere.txt'"),
+        ({"length_trick": "yarn"}, "^length_trick is 'yarn', but .* is a hybrid"),
+        ({"logit_scale": "log_position:500"}, "^logit_scale: the spec has no full softmax attention"),
         ({"tasks": ["perplexty"]}, "^tasks contains 'perplexty'; did you mean 'perplexity'"),
         ({"tasks": []}, "^tasks is "),
         ({"lengths": []}, "^lengths is "),

@@ -7,9 +7,27 @@ import json
 import pytest
 from pydantic import ValidationError
 
-from hybridize.spec import SPEC_VERSION, HybridSpec, ResolvedSpec, parse_layers
+from hybridize.spec import RECURRENT, SPEC_VERSION, GroupSpec, HybridSpec, ResolvedSpec, parse_layers
 
 MIXED = {"attention": "windowed_linear", "window": {"kind": "terraced", "size": 64}}
+SOFTMAX = {"attention": "softmax"}
+SCALES = {
+    "log_position": {"kind": "log_position", "base": 300},
+    "log_length": {"kind": "log_length", "length": 4096},
+    "log_declared": {"kind": "log_declared", "length": 4096, "declared": 65536},
+    "constant": {"kind": "constant", "value": 1.2},
+}
+HALO = {
+    "all": {
+        "attention": "lightning",
+        "position": "rope",
+        "qk_norm": True,
+        "output_norm": True,
+        "output_gate": True,
+        "heads": "expand",
+    },
+    "kept": {**SOFTMAX, "position": "none", "logit_scale": SCALES["log_position"], "output_gate": True},
+}
 
 
 def resolve(
@@ -71,6 +89,89 @@ def test_layer_ranges():
             parse_layers(text)
 
 
+def test_a_halo_spec_is_written_out():
+    (lightning,) = resolve(HALO, layers=1).groups
+    assert lightning.heads == 8 and lightning.expand and lightning.position == "rope"
+    assert lightning.decay.convention == "hypenet" and lightning.output_gate == "half"
+    kept = HybridSpec.model_validate(HALO).kept.groups[0]
+    assert kept.output_gate == "open" and kept.position == "none" and not kept.expand
+    assert kept.logit_scale.base == 300 and kept.logit_scale.when == "inference"
+    assert GroupSpec(attention="softmax", logit_scale={"kind": "log_position"}).logit_scale.base == 500
+    for written, meant in ((True, "half"), (False, None), ("open", "open"), (None, None)):
+        assert GroupSpec(attention="lightning", output_gate=written).output_gate == meant
+
+
+EVERYTHING = [
+    *({**SOFTMAX, "logit_scale": scale, "position": "none"} for scale in SCALES.values()),
+    *({"attention": kind, "position": {"rope": 1e6}, "output_norm": True} for kind in RECURRENT),
+    {"attention": "lightning", "decay": {"convention": "minimax"}, "qk_norm": True},
+    HALO["all"],
+    {**MIXED, "heads": "expand", "output_gate": "open"},
+]
+
+
+@pytest.mark.parametrize("number", range(len(EVERYTHING)))
+def test_new_words_survive_the_stored_form(number):
+    resolved = resolve({"all": EVERYTHING[number]})
+    stored = json.loads(json.dumps(resolved.model_dump(mode="json")))
+    assert ResolvedSpec.model_validate(stored) == resolved
+    assert resolve({"all": stored["layers"][0]}) == resolved
+
+
+def test_expanded_groups_may_hold_any_number_of_heads():
+    """SmolLM2-135M: 9 heads on 3 key and value heads."""
+    groups = [{**SOFTMAX, "heads": 7, "expand": True}, {"attention": "gla", "heads": 2, "expand": True}]
+    (layer,) = resolve({"all": {"groups": groups}}, layers=1, heads=9, kv_heads=3).layers
+    assert [group.heads for group in layer.groups] == [7, 2] and layer.expand
+    with pytest.raises(ValueError, match="a group holds whole KV groups of 3 query heads"):
+        resolve({"all": {"groups": [{**group, "expand": False} for group in groups]}}, heads=9, kv_heads=3)
+
+
+def test_odd_head_dims_take_no_rope():
+    for position in ("rope", {"rope": 1e4}):
+        with pytest.raises(ValueError, match="rotates pairs of channels; the head dim is 15"):
+            resolve({"all": {**SOFTMAX, "position": position}}, head_dim=15)
+    assert resolve({"all": {**SOFTMAX, "position": "none"}}, head_dim=15)
+
+
+@pytest.mark.parametrize(
+    "group,own,keeps",
+    [
+        (SOFTMAX, False, True),
+        (MIXED, False, True),
+        ({**SOFTMAX, "position": "rope"}, False, True),
+        ({**SOFTMAX, "position": "none"}, False, False),
+        ({**SOFTMAX, "position": {"rope": 1e4}}, False, False),
+        ({**SOFTMAX, "logit_scale": SCALES["constant"]}, False, False),
+        ({**SOFTMAX, "qk_norm": True}, True, False),
+        ({**SOFTMAX, "output_norm": True}, True, True),
+        ({**SOFTMAX, "output_gate": True}, True, True),
+        ({**SOFTMAX, "heads": "expand"}, True, False),
+        ({"attention": "lightning"}, True, False),
+    ],
+)
+def test_what_a_group_adds_and_what_it_keeps_of_the_teacher(group, own, keeps):
+    """Parameters of its own, which a whole-mixer transfer trains; the teacher's own q, k and v."""
+    layer = HybridSpec.model_validate({"all": group}).all
+    assert layer.groups[0].own_parameters == own and layer.groups[0].keeps_projections == keeps
+    assert layer.keeps_projections == keeps and layer.groups[0].recurrent == (group["attention"] in RECURRENT)
+
+
+def test_selected_layers_compute_what_is_kept():
+    spec = HybridSpec.model_validate({**HALO, "layers": {"0-1": MIXED, "3": SOFTMAX}})
+    selected = spec.with_kept([3, 1])
+    assert selected.kept is None and set(selected.layers) == {"0", "1,3"}
+    resolved = selected.resolve(layers=5, heads=8, kv_heads=4, head_dim=16)
+    kinds = [group.attention for group in resolved.groups]
+    assert kinds == ["windowed_linear", "softmax", "lightning", "softmax", "lightning"]
+    assert resolved.layers[1] == resolved.layers[3] and resolved.groups[1].logit_scale.base == 300
+    assert spec.with_kept([]).layers == spec.layers and spec.with_kept([]).kept is None
+    with pytest.raises(ValueError, match="spec.kept is missing; it says what the selected layers compute"):
+        selected.with_kept([0])
+    with pytest.raises(ValueError, match="names layer 7; the model has layers 0 to 4"):
+        spec.with_kept([7]).resolve(layers=5, heads=8, kv_heads=4, head_dim=16)
+
+
 IDENTITY = {"activation": "identity"}
 BAD = {
     "too few heads": ({"all": {**MIXED, "heads": 6}}, "the groups hold 6 query heads; the model has 8"),
@@ -119,8 +220,55 @@ BAD = {
     "gamma": ({"all": {**MIXED, "normalizer": {"kind": "shared", "gamma": 1}}}, "less than 1"),
     "share": ({"all": {**MIXED, "heads": "5/4"}}, "heads is '5/4'; a share must lie in"),
     "zero heads": ({"all": {**MIXED, "heads": 0}}, "heads is 0; write a share"),
-    "attention": ({"all": {"attention": "mamba"}}, "'softmax', 'linear' or 'windowed_linear'"),
+    "attention": ({"all": {"attention": "mamba"}}, "'softmax', 'linear', 'windowed_linear', 'lightning', "),
     "unknown key": ({"all": {**MIXED, "windows": 3}}, "windows"),
+    "window on recurrent": ({"all": {**MIXED, "attention": "gdn"}}, "'gdn' takes no window; it remembers"),
+    "map on recurrent": ({"all": {"attention": "kda", "feature_map": {}}}, "'kda' takes no feature_map"),
+    "normalizer on recurrent": (
+        {"all": {"attention": "rwkv7", "normalizer": {"kind": "separate"}}},
+        "'rwkv7' takes no normalizer",
+    ),
+    "decay on softmax": ({"all": {**SOFTMAX, "decay": {}}}, "'softmax' takes no decay; only 'lightning'"),
+    "decay on gla": ({"all": {"attention": "gla", "decay": {}}}, "'gla' takes no decay; only 'lightning'"),
+    "convention": (
+        {"all": {"attention": "lightning", "decay": {"convention": "retnet"}}},
+        "'hypenet', 'minimax' or 'layer_scaled'",
+    ),
+    "scale on linear": (
+        {"all": {"attention": "linear", "logit_scale": SCALES["log_position"]}},
+        "logit_scale is for softmax attention without a window",
+    ),
+    "scale under a window": (
+        {"all": {**SOFTMAX, "window": {"kind": "sliding", "size": 4}, "logit_scale": SCALES["constant"]}},
+        "logit_scale is for softmax attention without a window",
+    ),
+    "scale kind": ({"all": {**SOFTMAX, "logit_scale": {"kind": "log"}}}, "logit_scale"),
+    "scale base": (
+        {"all": {**SOFTMAX, "logit_scale": {"kind": "log_position", "base": 1}}},
+        "greater than 1",
+    ),
+    "scale length": ({"all": {**SOFTMAX, "logit_scale": {"kind": "log_length"}}}, "length\n  Field required"),
+    "scale declared": (
+        {"all": {**SOFTMAX, "logit_scale": {"kind": "log_declared", "length": 4096}}},
+        "declared\n  Field required",
+    ),
+    "scale value": ({"all": {**SOFTMAX, "logit_scale": {"kind": "constant", "value": 0}}}, "greater than 0"),
+    "scale when": (
+        {"all": {**SOFTMAX, "logit_scale": {**SCALES["constant"], "when": "training"}}},
+        "'inference' or 'always'",
+    ),
+    "position": (
+        {"all": {**SOFTMAX, "position": "nope"}},
+        "position is 'nope'; write rope .*, none or {rope: 10000}",
+    ),
+    "position base": ({"all": {**SOFTMAX, "position": {"rope": 1}}}, "greater than 1"),
+    "position key": ({"all": {**SOFTMAX, "position": {"base": 1e4}}}, "position"),
+    "gate": ({"all": {**SOFTMAX, "output_gate": "closed"}}, "'open' or 'half'"),
+    "expand in one group": (
+        {"all": {"groups": [{**SOFTMAX, "heads": 4, "expand": True}, {**SOFTMAX, "heads": 4}]}},
+        "heads: expand concerns a whole layer; write expand: true in each",
+    ),
+    "heads word": ({"all": {**SOFTMAX, "heads": "all"}}, "heads is 'all'; write a share"),
     "unknown window key": ({"all": {**MIXED, "window": {"kind": "sliding", "size": 4, "width": 3}}}, "width"),
 }
 

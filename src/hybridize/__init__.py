@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from hybridize.recipe import list_recipes as list_recipes
     from hybridize.recipe import load_recipe as load_recipe
     from hybridize.recipe import recipe_path as recipe_path
+    from hybridize.selection import print_selection as print_selection
+    from hybridize.selection import select as select
     from hybridize.spec import HybridSpec as HybridSpec
 
 __version__ = "0.1.0"
@@ -55,6 +57,8 @@ _HOMES = {
     "load_recipe": ("recipe", "load_recipe"),
     "recipe_path": ("recipe", "recipe_path"),
     "recipe_schema": ("recipe", "json_schema"),
+    "print_selection": ("selection", "print_selection"),
+    "select": ("selection", "select"),
 }
 
 

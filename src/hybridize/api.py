@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,29 +17,21 @@ from hybridize.atomic import atomic_folder, full_disk_explained
 from hybridize.convert import pipeline
 from hybridize.convert.drift import drift_note
 from hybridize.convert.finetune import attach_adapter
-from hybridize.convert.run_folder import RunFolder, read_json
-from hybridize.convert.status import Say, status
-from hybridize.data import DataSpec, plain_texts
-from hybridize.data.batching import held_out_batches
+from hybridize.convert.run_folder import RunFolder, read_json, versions, write_json
+from hybridize.convert.status import status
 from hybridize.devices import choose_device
-from hybridize.evals.harness import run_harness
-from hybridize.evals.offline import run_offline
-from hybridize.evals.suite import run_suite
-from hybridize.evals.suites import expand
+from hybridize.evals.length_tricks import positions_note, with_longer_positions
+from hybridize.evals.questions import TASKS, Questions
+from hybridize.extend.logit_scale import parse_bases, parse_logit_scale, search_on_text, with_logit_scale
 from hybridize.extend.window import parse_window, with_window
 from hybridize.models.configuration import HybridConfig
 from hybridize.models.modeling import HybridForCausalLM
 from hybridize.models.teacher import load_teacher, load_tokenizer, resolve_model
 from hybridize.recipe import Recipe, load_recipe
-from hybridize.spec import ResolvedSpec, SeparateNormalizer, first_far_position, reach_of
+from hybridize.spec import ResolvedSpec, SeparateNormalizer, first_far_position
 from hybridize.windows import Window
 
 log = logging.getLogger(__name__)
-
-TASKS = ("perplexity", "passkey", "offline")
-"""Tasks of our own; every other name is a suite or task of lm-eval."""
-OFFLINE_SAMPLES = 50
-BATCH = 4
 
 
 def convert(
@@ -101,60 +91,106 @@ def load(
     dtype: str | torch.dtype | None = None,
     window: str | Window | None = None,
     mix: float | None = None,
+    logit_scale: str | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Open a run folder, a hybrid checkpoint folder, or a teacher (hub id, folder, GGUF file, alias), ready to run.
 
     Args:
         dtype: of the weights; by default the checkpoint's. Feature maps and mixing weights of a hybrid stay float32.
-        window, mix: an edit of the spec without training (see `extend`): linear attention gains this window, such as
-            `sliding:64`, whose output counts `mix` and that of the linear branch 1 - `mix`.
+        window, mix, logit_scale: edits of a hybrid's spec without training; see `extend`.
 
     Raises:
-        ValueError: nothing there, or a checkpoint that lacks parameters of the model.
+        ValueError: nothing there, a checkpoint that lacks parameters of the model, or an edit that does not fit.
     """
+    edits = _edits(window, mix, logit_scale)
     model, tokenizer = _load(run_or_model, device, dtype)
-    if window is not None or mix is not None:
+    if edits:
         if not isinstance(model, HybridForCausalLM):
             raise ValueError(
-                f"window is {window!r}, but {run_or_model} is no hybrid: it has no linear attention"
+                f"{' and '.join(edits)}: {run_or_model} is no hybrid; there is no spec to be edited"
             )
-        model.respec(_edited(model.spec, window, mix))
+        spec = model.spec
+        for edit in edits.values():
+            spec = edit(spec)
+        model.respec(spec)
     return model, tokenizer
 
 
 def extend(
-    run_or_model: str | Path, out: str | Path, *, window: str | Window, mix: float | None = None
+    run_or_model: str | Path,
+    out: str | Path,
+    *,
+    window: str | Window | None = None,
+    mix: float | None = None,
+    logit_scale: str | None = None,
+    search_bases: str | Sequence[float] = (),
+    text: str = "docstrings",
+    length: int = 8192,
+    rows: int = 16,
+    device: str | None = None,
+    progress: bool = True,
 ) -> Path:
-    """Write a copy of a hybrid whose linear attention has a softmax window, without training ("inference-time hybrid").
+    """Write a copy of a hybrid that computes something else, without training; `extend.json` in it says what was done.
 
     Args:
-        window: `sliding:64`, `terraced:32`, with `+sinks:4` or `+overlap` behind it, or a `Window`.
+        window: a softmax window for linear attention ("inference-time hybrid"): `sliding:64`, `terraced:32`, with
+            `+sinks:4` or `+overlap` behind it, or a `Window`.
         mix: weight of the window's output, 1 - `mix` that of the linear branch; by default 0.5 for layers that were
             linear, and as it was for layers that mix already.
+        logit_scale: a factor on q of full softmax attention: see `parse_logit_scale`.
+        search_bases: bases of `log_position`, of which the one with the lowest held-out loss (or no scale, where that reads
+            best) is kept, see `search_base`; as text, `100,300,500`, with `+everywhere` behind it.
+        text, length, rows: what the search reads: the validation split of a text, documents joined to rows of `length`
+            tokens. device: where it runs.
 
     Returns:
         `out`, a checkpoint folder that every verb opens.
 
     Raises:
-        ValueError: no hybrid, no linear attention, or `out` exists.
+        ValueError: nothing to change, no hybrid, no attention of the kind, or `out` exists.
     """
     folder = Path(out)
     if folder.exists() and (folder.is_file() or any(folder.iterdir())):
         raise ValueError(f"out is {str(out)!r}, which exists; name a new folder")
-    model, tokenizer = load(run_or_model, device="cpu", window=window, mix=mix)
+    bases, everywhere = parse_bases(search_bases)
+    if bases and logit_scale is not None:
+        raise ValueError("logit_scale and search_bases exclude each other; the search finds the scale")
+    if not bases and window is None and mix is None and logit_scale is None:
+        raise ValueError("nothing to change: give a window, a logit_scale or search_bases")
+    model, tokenizer = load(
+        run_or_model, device=device if bases else "cpu", window=window, mix=mix, logit_scale=logit_scale
+    )
+    record: dict[str, Any] = {"source": str(run_or_model), "window": str(window) if window else None}
+    record |= {"mix": mix, "logit_scale": logit_scale}
+    if bases:
+        with status(progress) as say:
+            found = search_on_text(model, tokenizer, bases, everywhere, text, length, rows, say)
+        record |= {"logit_scale": found["best"], "search": found}
+        model.respec(_edits(None, None, found["best"])["logit_scale"](model.spec))  # type: ignore[operator, arg-type]
     with atomic_folder(folder) as fresh, full_disk_explained(folder):
         model.save_pretrained(fresh)
         tokenizer.save_pretrained(fresh)
+        write_json(fresh / "extend.json", record | {"versions": versions()})
     return folder
 
 
-def _edited(spec: ResolvedSpec, window: str | Window | None, mix: float | None) -> ResolvedSpec:
-    if window is None:
+def _edits(
+    window: str | Window | None, mix: float | None, logit_scale: str | None
+) -> dict[str, Callable[[ResolvedSpec], ResolvedSpec]]:
+    """Edits of a spec by the argument that asks for them; what cannot be read is refused before anything is loaded."""
+    edits: dict[str, Callable[[ResolvedSpec], ResolvedSpec]] = {}
+    if window is None and mix is not None:
         raise ValueError(f"mix is {mix}, but no window is given; name one such as sliding:64")
     if mix is not None and not 0 <= mix <= 1:
         raise ValueError(f"mix is {mix}; it must lie in 0..1")
-    parsed = parse_window(window) if isinstance(window, str) else window
-    return with_window(spec, parsed, SeparateNormalizer(gate=mix) if mix is not None else None)
+    if window is not None:
+        parsed = parse_window(window) if isinstance(window, str) else window
+        normalizer = SeparateNormalizer(gate=mix) if mix is not None else None
+        edits["window"] = lambda spec: with_window(spec, parsed, normalizer)
+    if logit_scale is not None:
+        scale, everywhere = parse_logit_scale(logit_scale)
+        edits["logit_scale"] = lambda spec: with_logit_scale(spec, scale, everywhere)
+    return edits
 
 
 def _load(
@@ -215,7 +251,7 @@ class Evaluation:
 def evaluate(
     run_or_model: str | Path,
     *,
-    tasks: Sequence[str] = TASKS[:2],
+    tasks: Sequence[str] | None = None,
     mode: str = "hybrid",
     removal: str = "zero",
     scope: str = "mixed",
@@ -225,99 +261,87 @@ def evaluate(
     include_path: str | Path | None = None,
     limit: float | None = None,
     shots: int | None = None,
+    ruler: Sequence[str] = (),
+    ruler_scorer: str = "nvidia",
+    essays: str | Path | None = None,
+    chat: bool = False,
+    records: str | Path | None = None,
+    length_trick: str = "none",
     window: str | None = None,
     mix: float | None = None,
+    logit_scale: str | None = None,
     device: str | None = None,
     dtype: str | None = None,
     progress: bool = True,
 ) -> Evaluation:
-    """Held-out perplexity by position (rows of the longest of `lengths`), passkeys by length, tasks.
+    """Held-out perplexity by position (rows of the longest of `lengths`), passkeys by length, tasks, RULER.
 
     Args:
         tasks: `perplexity`, `passkey`, `offline` (see `evals.offline`), and suites (`imbalance`, `lolcats`) or names of
-            lm-eval tasks, which need the extra `eval`.
+            lm-eval tasks, which need the extra `eval`. By default perplexity and passkey, or none where `ruler` is given.
         mode, removal, scope: ablate a hybrid (DESIGN D12); a teacher has nothing to remove and takes `hybrid` only.
-        samples: rows of each text (default 100), keys a length (20), questions of each offline task (50).
+        samples: rows of each text (default 100), keys a length (20), questions of each offline task (50) and of each RULER
+            task and length (40).
         include_path, limit, shots: of lm-eval: a folder of local task files, the first samples of each task only, examples
             before each question.
-        window, mix: see `load`.
+        ruler, ruler_scorer, essays, chat: RULER tasks and groups (`niah`, `vt`, ...) and how they are asked: see
+            `evals.ruler.run_ruler`.
+        records: folder of RULER's answers, from which a stopped evaluation goes on; by default `ruler` in a hybrid's
+            folder, and none for teachers.
+        length_trick: positions of a plain teacher up to the longest of `lengths`: `yarn` or `dynamic_ntk`, see
+            `evals.length_tricks`.
+        window, mix, logit_scale: see `extend`.
     """
-    if not tasks:
-        raise ValueError(f"tasks is empty; name some of {', '.join(TASKS)}, or tasks of lm-eval")
-    harness = [task for task in tasks if task not in TASKS]
-    for name in harness:
-        if close := difflib.get_close_matches(name, TASKS, n=1, cutoff=0.75):
-            raise ValueError(f"tasks contains {name!r}; did you mean {close[0]!r}?")
-    if harness:
-        expand(harness, shots)
-    if not lengths or min(lengths) < 2:
-        raise ValueError(f"lengths is {list(lengths)}; give at least one number of tokens, each 2 or more")
-    if samples is not None and samples < 1:
-        raise ValueError(f"samples is {samples}; it must be at least 1")
-    model, tokenizer = load(run_or_model, device=device, dtype=dtype, window=window, mix=mix)
+    if tasks is None:
+        tasks = () if ruler else TASKS[:2]
+    questions = Questions(
+        tasks=tasks,
+        texts=texts,
+        lengths=lengths,
+        samples=samples,
+        include_path=include_path,
+        limit=limit,
+        shots=shots,
+        ruler=ruler,
+        ruler_scorer=ruler_scorer,  # type: ignore[arg-type]
+        essays=essays,
+        chat=chat,
+    )
+    edits = {"window": window, "mix": mix, "logit_scale": logit_scale}
+    model, tokenizer = load(run_or_model, device=device, dtype=dtype, **edits)  # type: ignore[arg-type]
     hybrid = model if isinstance(model, HybridForCausalLM) else None
     if hybrid is None and mode != "hybrid":
         raise ValueError(f"mode is {mode!r}, but {run_or_model} is no hybrid: there is no branch to remove")
+    if hybrid is not None and length_trick != "none":
+        raise ValueError(
+            f"length_trick is {length_trick!r}, but {run_or_model} is a hybrid, whose spec says what its positions are; "
+            "tricks are for plain teachers"
+        )
+    model = with_longer_positions(model, length_trick, max(lengths))  # type: ignore[arg-type]
     dtype_name = str(next(model.parameters()).dtype).removeprefix("torch.")
     values: dict[str, Any] = {"model": str(run_or_model), "dtype": dtype_name}
     values |= {"mode": mode, "removal": removal, "scope": scope}
+    values |= {name: value for name, value in edits.items() if value is not None}
+    if length_trick != "none":
+        values["length_trick"] = length_trick
     with ExitStack() as stack:
         say = stack.enter_context(status(progress))
         if note := drift_note(Path(run_or_model), tokenizer, say):
             log.warning("%s", note)
             values["note"] = note
+        if note := positions_note(model.config, max(lengths)):
+            log.warning("%s", note)
+            values["length_note"] = note
         split_at = None
         if hybrid is not None:
             stack.enter_context(hybrid.override(mode, removal, scope))  # type: ignore[arg-type]
             values["effective_spec"] = hybrid.effective_spec["override"]
             split_at = first_far_position(hybrid.spec.groups)
-        rows = samples or 100
-        batches = {}
-        for source in texts if "perplexity" in tasks else ():
-            spec = DataSpec(source=source, length=max(lengths))
-            batches[source] = held_out_batches(spec, tokenizer, rows, BATCH, say)
-        suite = run_suite(
-            model,
-            tokenizer,
-            batches,
-            passkey_lengths=lengths if "passkey" in tasks else (),
-            samples=samples or 20,
-            split_at=split_at,
-            on_progress=partial(say, f"measuring {run_or_model}"),
+        folder = Path(run_or_model) / "ruler" if hybrid is not None else None
+        values |= questions.ask(
+            model, tokenizer, split_at=split_at, records=Path(records) if records else folder, say=say
         )
-        values |= suite.to_dict()
-        if "offline" in tasks:
-            values["offline"] = _offline(model, tokenizer, texts[0], samples or OFFLINE_SAMPLES, say)
-        if harness:
-            result = run_harness(
-                model,
-                tokenizer,
-                harness,
-                include_path=include_path,
-                limit=limit,
-                num_fewshot=shots,
-                on_progress=partial(say, "lm-eval"),
-            )
-            values["lm_eval"] = result.to_dict()
         return Evaluation(values)
-
-
-def _offline(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: str, samples: int, say: Say
-) -> list[dict[str, Any]]:
-    """Every offline task on the held-out documents of a text."""
-    reach = reach_of(model.spec.groups if isinstance(model, HybridForCausalLM) else ())
-    results = run_offline(
-        model,
-        tokenizer,
-        list(plain_texts(DataSpec(source=source), "test")),
-        samples=samples,
-        reach_tokens=reach,
-        max_length=4 * reach,
-        on_progress=partial(say, "offline tasks"),
-    )
-    keep = ("name", "reach", "accuracy", "low", "high", "chance", "samples")
-    return [{name: getattr(result, name) for name in keep} for result in results]
 
 
 def demo(out: str | Path = "runs/demo", *, quick: bool = False, progress: bool = True) -> Path:

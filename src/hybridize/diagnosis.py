@@ -54,6 +54,7 @@ def diagnose(
     scope: str = "mixed",
     window: str | None = None,
     mix: float | None = None,
+    logit_scale: str | None = None,
     device: str | None = None,
     dtype: str | None = None,
     progress: bool = True,
@@ -71,7 +72,7 @@ def diagnose(
         heads: rows for the scan head by head (default 2 on a GPU, 0 on a CPU, where a row takes minutes).
         harness: lm-eval suites (`imbalance`, `lolcats`) or tasks; include_path, limit: see `evaluate`.
         scope: `mixed` removes branches in layers that have both; `all` also whole layers of one kind.
-        window, mix: see `load`.
+        window, mix, logit_scale: see `load`.
 
     Raises:
         ValueError: naming the argument.
@@ -104,7 +105,7 @@ def diagnose(
     entries = []
     with status(progress) as say:
         for name in names:
-            subject, tokenizer = _subject(name, device, dtype, window, mix)
+            subject, tokenizer = _subject(name, device, dtype, window, mix, logit_scale)
             if note := drift_note(Path(name), tokenizer, say):
                 subject.notes.append(note)
             if quick:
@@ -152,9 +153,14 @@ def _texts(first: str | Path, texts: Sequence[str] | None, length: int, quick: b
 
 
 def _subject(
-    name: str | Path, device: str | None, dtype: str | None, window: str | None, mix: float | None
+    name: str | Path,
+    device: str | None,
+    dtype: str | None,
+    window: str | None,
+    mix: float | None,
+    logit_scale: str | None,
 ) -> tuple[Subject, PreTrainedTokenizerBase]:
-    model, tokenizer = load(name, device=device, dtype=dtype, window=window, mix=mix)
+    model, tokenizer = load(name, device=device, dtype=dtype, window=window, mix=mix, logit_scale=logit_scale)
     subject = Subject(str(name), str(name), lambda: model)
     folder = Path(name)
     record = read_json(folder / "run.json") if folder.is_dir() else None

@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import sys
+from pathlib import Path
 
 import pytest
 from transformers import LlamaConfig
@@ -143,10 +144,51 @@ def test_eval_hands_over_and_prints(cli, record, tmp_path):
     assert kwargs == {
         "tasks": ["perplexity", "passkey"], "mode": "softmax_only", "removal": "renormalize", "lengths": [64, 128],
         "samples": 3, "device": None, "dtype": "float32", "scope": "all", "texts": ["code", "essays"],
-        "include_path": None, "limit": 4.0, "shots": None, "window": "sliding:8", "mix": 0.5,
+        "include_path": None, "limit": 4.0, "shots": None, "window": "sliding:8", "mix": 0.5, "logit_scale": None,
+        "ruler": (), "ruler_scorer": "nvidia", "essays": None, "chat": False, "records": None, "length_trick": "none",
     }  # fmt: skip
     assert "9.5" in out and "by_position" in out and "2.25" in out
     assert json.loads((tmp_path / "r.json").read_text()) == Result().to_dict()
+
+
+class Ruler:
+    def to_dict(self):
+        def scores(first):
+            return [
+                {"length": n, "score": first + i, "low": 70.123, "high": 95.0}
+                for i, n in enumerate((4096, 16384))
+            ]
+
+        settings = {"samples": 40, "scorer": "lm-eval", "chat": True}
+        results = [{"task": name, **cell} for name in ("niah_single_1", "vt") for cell in scores(80)]
+        values = {"results": results, "niah": scores(82.5), "settings": settings, "haystack": "local prose"}
+        return {"perplexity": {}, "ruler": {**values, "records": "run/ruler"}}
+
+
+def test_eval_asks_ruler_and_prints_task_by_length(cli, record, tmp_path):
+    calls = record("evaluate", result=Ruler())
+    code, out, _ = cli(
+        "eval", "run", "--ruler", "niah,vt", "--lengths", "4096,16384", "--ruler-scorer", "lm-eval", "--chat",
+        "--essays", "pg.json", "--records", tmp_path, "--length-trick", "yarn", "--logit-scale", "log_position:500",
+        "--json", tmp_path / "r.json",
+    )  # fmt: skip
+    ((_, kwargs),) = calls
+    expected = {
+        "tasks": None, "ruler": ["niah", "vt"], "ruler_scorer": "lm-eval", "chat": True, "essays": Path("pg.json"),
+        "records": tmp_path, "length_trick": "yarn", "logit_scale": "log_position:500", "samples": None,
+    }  # fmt: skip
+    assert code == 0 and {name: kwargs[name] for name in expected} == expected
+    for part in (
+        "4,096",
+        "16,384",
+        "niah_single_1",
+        "mean of single 1-3",
+        "82.5 [70.1, 95]",
+        "81 [70.1, 95]",
+    ):
+        assert part in out
+    assert "40 samples a task and length; scored as lm-eval; needles in local prose; chat template" in out
+    assert json.loads((tmp_path / "r.json").read_text()) == Ruler().to_dict()
 
 
 @pytest.mark.parametrize("lengths", ["", "12,x", "0", "-4"])
@@ -293,4 +335,26 @@ def test_extend_hands_over(cli, record, tmp_path):
     calls = record("extend", result=tmp_path)
     code, out, _ = cli("extend", "run", "--window", "sliding:64", "--mix", "0.5", "-o", tmp_path / "new")
     assert code == 0 and "hybridize diagnose" in out
-    assert calls == [(("run", tmp_path / "new"), {"window": "sliding:64", "mix": 0.5})]
+    defaults = {"text": "docstrings", "length": 8192, "rows": 16, "device": None, "search_bases": ()}
+    edits = {"window": "sliding:64", "mix": 0.5, "logit_scale": None}
+    assert calls == [(("run", tmp_path / "new"), defaults | edits)]
+    cli("extend", "run", "--logit-scale", "log_position:500", "-o", tmp_path / "new")
+    edits = {"window": None, "mix": None, "logit_scale": "log_position:500"}
+    assert calls[1:] == [(("run", tmp_path / "new"), defaults | edits)]
+
+
+def test_extend_prints_the_search(cli, record, tmp_path):
+    calls = record("extend", result=tmp_path)
+    none = {"base": None, "loss": 2.5, "standard_error": 0.1, "change": 0.0, "low": 0.0, "high": 0.0}
+    curve = [none, {**none, "base": 100.0, "loss": 2.25, "change": -0.25, "low": -0.31, "high": -0.19}]
+    curve += [{**none, "base": 300.0, "loss": 2.4, "change": -0.1}]
+    search = {"text": "code", "length": 512, "rows": 3, "curve": curve, "best": "log_position:100"}
+    (tmp_path / "extend.json").write_text(json.dumps({"search": search}))
+    code, out, _ = cli(
+        "extend", "run", "--search-base", "100,300", "--length", 512, "--rows", 4, "--text", "code", "-o", tmp_path
+    )  # fmt: skip
+    ((_, kwargs),) = calls
+    assert code == 0 and (kwargs["search_bases"], kwargs["length"], kwargs["rows"]) == ("100,300", 512, 4)
+    for part in ("3 rows of 512 tokens of code", "no scale", "-0.25", "-0.31", "kept: log_position:100"):
+        assert part in out
+    assert "100 is the smallest base tried" in out

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from hybridize.evals.length_tricks import with_length_trick
+from hybridize.evals.length_tricks import positions_note, with_length_trick, with_longer_positions
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -98,6 +98,32 @@ def test_weights_load_and_only_the_positions_differ(trick: Any, tmp_path: Any) -
     assert ours.isfinite().all() and not torch.allclose(ours, theirs, atol=1e-3)
     again = type(changed).from_dict(changed.to_dict())
     assert again.rope_parameters == changed.rope_parameters
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@torch.no_grad()
+def test_a_loaded_teacher_is_stretched_around_its_own_weights(tied: bool, tmp_path: Any) -> None:
+    teacher = tiny_model("llama", rope_parameters=dict(ROPE), num_hidden_layers=2, tie_word_embeddings=tied)
+    teacher = teacher.to(torch.bfloat16)
+    teacher.save_pretrained(tmp_path)
+    ids_BT = torch.arange(3, 128)[None].repeat(1, 6)
+    before = teacher(ids_BT).logits
+    longer = with_longer_positions(teacher, "yarn", 1024)
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path, config=with_length_trick(teacher.config, "yarn", 1024), dtype=torch.bfloat16
+    )
+    torch.testing.assert_close(longer(ids_BT).logits, loaded(ids_BT).logits, rtol=0, atol=0)
+    torch.testing.assert_close(teacher(ids_BT).logits, before, rtol=0, atol=0)
+    assert longer.lm_head.weight.data_ptr() == teacher.lm_head.weight.data_ptr() and not longer.training
+    assert with_longer_positions(teacher, "yarn", 100) is teacher
+    assert with_longer_positions(teacher, "none", 10**6) is teacher
+
+
+def test_lengths_beyond_the_positions_are_told() -> None:
+    config = tiny_config("llama")
+    assert positions_note(config, config.max_position_embeddings) is None
+    assert "lengths up to 1,000,000 are beyond the 512 positions" in str(positions_note(config, 10**6))
+    assert positions_note(hybrid().config, 10**6) is not None
 
 
 def test_what_cannot_be_scaled_is_refused() -> None:

@@ -247,7 +247,7 @@ def test_wrong_arguments_are_refused(tokenizer: PreTrainedTokenizerFast) -> None
         ({"lengths": []}, "tasks or lengths is empty"),
         ({"lengths": [700, 0]}, "lengths is or contains 0"),
         ({"samples": 0}, "samples is or contains 0"),
-        ({"batch_tokens": 0}, "batch_tokens is 0"),
+        ({"batch_tokens": 0}, "batch_tokens is or contains 0"),
         ({"scorer": "nvida"}, "scorer is 'nvida'; did you mean 'nvidia'"),
     ):
         with pytest.raises(ValueError, match=message):

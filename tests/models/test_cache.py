@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from tests.models.hybrids import KEPT, LINEAR, SPECS, WINDOWED, W, hybrid, tokens
+from tests.models.hybrids import KEPT, LIGHTNING, LINEAR, MIXTURE, SPECS, WINDOWED, W, hybrid, tokens
 
 from hybridize.models.cache import HybridCache
 from hybridize.models.modeling import CACHE
@@ -38,11 +38,12 @@ def test_bytes_match_the_plans_closed_forms(spec):
         assert cache.nbytes - counters(cache) == state_bytes(model.spec, model.shapes, length, dtype_bytes=4)
 
 
-@pytest.mark.parametrize(
-    "spec", [name for name in SPECS if name not in ("softmax", "kept-half", "every-kind")]
-)
+GROWING = ("softmax", "kept-half", "every-kind", "halo", "recurrent")
+
+
+@pytest.mark.parametrize("spec", [name for name in SPECS if name not in GROWING] + ["lightning", "mixture"])
 def test_state_is_constant_in_the_length(spec):
-    model = hybrid(spec)
+    model = hybrid({"lightning": {"all": LIGHTNING}, "mixture": {"all": MIXTURE}}.get(spec, spec))
     assert len({filled(model, 2, length).nbytes for length in (1, W, 3 * W, 100, 300)}) == 1
     full = {**({"all": KEPT})}
     grown = [filled(hybrid(full), 2, length).nbytes for length in (100, 300)]
@@ -59,8 +60,9 @@ def test_the_models_own_window_bounds_kept_layers(family):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sums_are_float32_and_keys_have_the_models_dtype(dtype):
-    model = hybrid("every-kind").to(dtype)
+@pytest.mark.parametrize("spec", ["every-kind", "recurrent"])
+def test_sums_are_float32_and_keys_have_the_models_dtype(spec, dtype):
+    model = hybrid(spec).to(dtype)
     kinds = set()
     for state in (state for layer in filled(model).states for state in layer):
         for name, value in [
@@ -77,7 +79,7 @@ def test_sums_are_float32_and_keys_have_the_models_dtype(dtype):
     assert kinds == {"sum", "key"}
 
 
-@pytest.mark.parametrize("spec", ["every-kind"])
+@pytest.mark.parametrize("spec", ["every-kind", "recurrent"])
 @torch.no_grad()
 def test_rows_are_reordered_repeated_and_moved(spec):
     model = hybrid(spec)

@@ -118,7 +118,7 @@ def test_nothing_leaks_between_documents_or_rows(spec):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("spec", ["terraced", "sliding", "kept-half", "head-wise"])
+@pytest.mark.parametrize("spec", ["terraced", "sliding", "kept-half", "head-wise", "halo", "recurrent"])
 @torch.no_grad()
 def test_low_precision_models_agree_with_float64(spec, dtype):
     """Cached and padded runs in low precision are no further from the float64 model than one plain run may be."""
@@ -145,7 +145,7 @@ def test_low_precision_models_agree_with_float64(spec, dtype):
         assert (logits.double() - exact).norm() / exact.norm() < bound
 
 
-@pytest.mark.parametrize("spec", ["every-kind"])
+@pytest.mark.parametrize("spec", ["every-kind", "halo", "recurrent"])
 def test_uninitialised_memory_is_never_read(spec):
     """`torch.empty` filled with NaN: forward, backward, a padded prefill and decode stay as they were."""
     model, ids_BT = hybrid(spec), tokens(2, LONGEST)
@@ -175,12 +175,13 @@ def test_uninitialised_memory_is_never_read(spec):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("spec", ["every-kind", "halo", "recurrent"])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing_gives_the_same_gradients(reentrant):
+def test_gradient_checkpointing_gives_the_same_gradients(reentrant, spec):
     ids_BT = tokens(2, LONGEST)
 
     def gradients(checkpoint: bool) -> dict[str, torch.Tensor]:
-        model = hybrid("every-kind").train()
+        model = hybrid(spec).train()
         if checkpoint:
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
             model.enable_input_require_grads()
@@ -259,10 +260,11 @@ def test_gradients_do_not_depend_on_how_rows_arrive(spec):
             )
 
 
+@pytest.mark.parametrize("spec", ["every-kind", "recurrent"])
 @torch.no_grad()
-def test_long_decode_does_not_drift():
+def test_long_decode_does_not_drift(spec):
     """Sums taken one token at a time stay with the chunked ones over many windows."""
-    model, ids_BT = hybrid("every-kind"), tokens(1, 400)
+    model, ids_BT = hybrid(spec), tokens(1, 400)
     whole = model(ids_BT, use_cache=False).logits
     cache = model.new_cache()
     for t in range(400):

@@ -74,7 +74,7 @@ def test_rows_that_finish_apart_equal_their_own_generation(spec):
     assert (together[1] == stop).any()
 
 
-@pytest.mark.parametrize("spec", ["terraced", "every-kind"])
+@pytest.mark.parametrize("spec", ["terraced", "every-kind", "recurrent"])
 @pytest.mark.parametrize("size", [1, 3, 5, 11, 64])
 def test_chunked_prefill(spec, size):
     model = hybrid(spec)
@@ -85,7 +85,7 @@ def test_chunked_prefill(spec, size):
     torch.testing.assert_close(chunked, whole)
 
 
-@pytest.mark.parametrize("spec", ["terraced", "every-kind"])
+@pytest.mark.parametrize("spec", ["terraced", "every-kind", "recurrent"])
 def test_a_cache_of_the_callers_own_goes_on_over_several_calls(spec):
     model, ids_BT = hybrid(spec), tokens(2, 7)
     options = {"do_sample": False, **PLAIN}

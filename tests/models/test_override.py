@@ -21,7 +21,7 @@ def logits(model, ids_BT):
 
 
 @pytest.mark.parametrize("scope", ["mixed", "all"])
-@pytest.mark.parametrize("spec", ["terraced", "sliding", "head-wise", "every-kind"])
+@pytest.mark.parametrize("spec", ["terraced", "sliding", "head-wise", "every-kind", "halo", "recurrent"])
 @torch.no_grad()
 def test_decode_and_padding_under_every_mode(spec, scope):
     model, ids_BT = hybrid(spec), tokens(2, LONGEST)

@@ -1,10 +1,10 @@
-"""On a GPU: flash-linear-attention = the float64 reference (values, states, gradients), `auto` takes it; chunked too."""
+"""On a GPU: flash-linear-attention = the float64 reference (values, states, gradients); when `auto` takes it; chunked too."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from tests.ops.decay_cases import KINDS, SCALE, case, random_state, run
+from tests.ops.decay_cases import KINDS, SCALE, Case, case, random_state, run
 from torch import Tensor
 
 from hybridize.ops import decay as op
@@ -13,7 +13,7 @@ from hybridize.ops.sequences import Sequences
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 needs_fla = pytest.mark.skipif(
-    not torch.cuda.is_available() or not adapter.installed(), reason="no flash-linear-attention"
+    not torch.cuda.is_available() or adapter.load() is None, reason="no flash-linear-attention"
 )
 
 # the kernels multiply float32 as TF32 (10 bits of mantissa), bfloat16 with 8
@@ -65,12 +65,22 @@ def test_chunked_equals_the_float64_reference(kind, lengths):
 
 @needs_fla
 @pytest.mark.parametrize("kind", KINDS)
-def test_auto_takes_fla_and_a_step_goes_on_from_its_state(kind):
+def test_auto_takes_fla_for_16_bit_values_alone(kind, monkeypatch):
+    called = []
+    forward = adapter.forward
+    monkeypatch.setattr(adapter, "forward", lambda *args: called.append(1) or forward(*args))
+    for dtype, times in ((torch.float32, 0), (torch.bfloat16, 1)):
+        x = case(kind, 2, 70, dim=64).map(Tensor.cuda)
+        run(Case(x.q.to(dtype), x.k.to(dtype), x.v.to(dtype), x.log))
+        assert len(called) == times
+
+
+@needs_fla
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_goes_on_from_its_state(kind):
     x = case(kind, 2, 150, dim=64).map(Tensor.cuda)
     whole = run(x, impl="fla").o
-    torch.testing.assert_close(run(x).o, whole)
-    assert op.api.choose("auto", x.q) == "fla" and op.api.choose("auto", x.q.double()) == "chunked"
-    state = run(x.tokens(0, 140), return_state=True).state
+    state = run(x.tokens(0, 140), return_state=True, impl="fla").state
     for t in range(140, 150):
         y = x.tokens(t, t + 1)
         result = op.step(y.q, y.k, y.v, y.log, state, scale=SCALE)
@@ -93,5 +103,5 @@ def test_strong_decays_stay_finite(kind):
 @needs_fla
 def test_float64_is_refused():
     x = case("fixed", 1, 3, dtype=torch.float64).map(Tensor.cuda)
-    with pytest.raises(ValueError, match="impl is 'fla', which takes torch.float32, .*; q is torch.float64"):
+    with pytest.raises(ValueError, match="impl is 'fla'; v has dtype torch.float64; allowed are bfloat16"):
         run(x, impl="fla")

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from hybridize.ops import delta as op
-from hybridize.ops import slabs
-from hybridize.ops.delta import fla, kernels
+from hybridize.ops import kernels, slabs
+from hybridize.ops.delta import fla
 from hybridize.ops.sequences import Sequences
 
 # chunks are 64 tokens long

@@ -277,3 +277,12 @@ def test_bad_configurations_are_refused() -> None:
         TrainConfig(steps=1, micro_batches=0)
     with pytest.raises(ValueError, match="eval_every is None: a plateau"):
         TrainConfig(steps=1, lr=Plateau(0.1), eval_every=None)
+
+
+def test_a_total_norm_that_overflows_is_found_though_every_gradient_is_finite(tmp_path: Path) -> None:
+    from hybridize.train.loop import _Run
+
+    run = _Run(Toy(), config(), tmp_path)
+    run.pending.append((4, ["a", "b"], torch.tensor(1.0), torch.tensor([3e38, 3e38])))
+    with pytest.raises(NonFiniteError, match="step 4: not finite: loss 1; gradient norm inf"):
+        run.check_finite()

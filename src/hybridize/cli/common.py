@@ -74,6 +74,15 @@ MixOption = Annotated[
         show_default=False,
     ),
 ]
+LogitScaleOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="KIND:NUMBER",
+        help="Factor on the queries of full softmax attention without positions: log_position:500, log_length:4096, "
+        "log_declared:4096:65536, constant:1.2, none; +everywhere: with positions too; +always: in training too.",
+        show_default=False,
+    ),
+]
 RunArgument = Annotated[
     str,
     typer.Argument(

@@ -13,6 +13,7 @@ from hybridize.cli.common import (
     DtypeOption,
     IncludePathOption,
     LimitOption,
+    LogitScaleOption,
     MixOption,
     Scope,
     WindowOption,
@@ -80,6 +81,7 @@ def diagnose(
     ] = Scope.mixed,
     window: WindowOption = None,
     mix: MixOption = None,
+    logit_scale: LogitScaleOption = None,
     fail_on: Annotated[
         list[Label] | None,
         typer.Option(
@@ -109,6 +111,7 @@ def diagnose(
         scope=scope.value,
         window=window,
         mix=mix,
+        logit_scale=logit_scale,
         device=device,
         dtype=dtype.value if dtype else None,
     )

@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from hybridize.cli import chat, convert, demo, diagnose, evaluate, extend, generate, plan, recipes
+from hybridize.cli import chat, convert, demo, diagnose, evaluate, extend, generate, plan, recipes, select
 
 app = typer.Typer(
     name="hybridize",
@@ -22,6 +22,7 @@ app.command("demo")(demo.demo)
 app.add_typer(recipes.app, name="recipes")
 app.command("plan")(plan.plan)
 app.command("convert")(convert.convert)
+app.command("select")(select.select)
 app.command("diagnose")(diagnose.diagnose)
 app.command("extend")(extend.extend)
 app.command("eval")(evaluate.evaluate)

@@ -9,15 +9,24 @@ from transformers import PreTrainedTokenizerBase
 from hybridize.convert.run_folder import read_json
 from hybridize.convert.status import Say
 from hybridize.data import PackedRows, build_rows
-from hybridize.recipe import Recipe, load_recipe
+from hybridize.recipe import Recipe, TrainingStep, load_recipe
 
 
-def validation_rows(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, say: Say) -> PackedRows | None:
-    """The validation text of the steps, which decides their schedules and best checkpoints; None where none trains."""
-    if not recipe.training_steps:
+def validation_rows(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, say: Say, length: int | None = None
+) -> PackedRows | None:
+    """The validation text of the steps on rows of `length` tokens (default: the recipe's), which decides their schedules
+    and best checkpoints; None where no such step trains."""
+    length = length or recipe.data.length
+    wanted = [step.validation_rows for step in recipe.training_steps if _length(step, recipe) == length]
+    if not wanted:
         return None
-    most = max(step.validation_rows for step in recipe.training_steps)
-    return build_rows(recipe.data, tokenizer, "validation", most * recipe.data.length, progress=say)
+    spec = recipe.data.model_copy(update={"length": length})
+    return build_rows(spec, tokenizer, "validation", max(wanted) * length, progress=say)
+
+
+def _length(step: TrainingStep, recipe: Recipe) -> int:
+    return step.row_length(recipe.data.length)
 
 
 def drift_note(run: Path, tokenizer: PreTrainedTokenizerBase, say: Say) -> str | None:

@@ -6,24 +6,28 @@ Legend: B rows, T tokens, E width.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from torch import Tensor, nn
+from torch import Tensor
 
 from hybridize import losses
+from hybridize.convert.whole import WholeStudent
 from hybridize.convert.window_dropout import Dropper
 from hybridize.data.batching import Batch, first_rows
 from hybridize.models.modeling import HybridForCausalLM
 from hybridize.recipe import FinetuneStep, Lora
 from hybridize.train import StepResult
 
+MAPS = ("map_q.", "map_k.", "mix.")
+"""Parameters of feature maps and mixing weights, which train with `train_maps` alone."""
 
-class FinetuneStage:
+
+class FinetuneStage(WholeStudent):
     """Next-token cross-entropy; the prompt and the first token of a document are no targets (labels are -100 there)."""
 
     name = "finetune"
@@ -31,9 +35,7 @@ class FinetuneStage:
     def __init__(
         self, model: HybridForCausalLM, step: FinetuneStep, validation: Iterable[Batch], *, autocast: bool
     ) -> None:
-        self.model, self.autocast = model, autocast
-        self.validation = list(validation)
-        model.requires_grad_(False)
+        super().__init__(model, validation, autocast=autocast, checkpointing=step.activation_checkpointing)
         self.adapted: PeftModel | None = None
         if step.lora is not None:
             self.adapted = add_lora(model, step.lora)
@@ -41,19 +43,11 @@ class FinetuneStage:
             model.float().requires_grad_(True)  # float32 masters; autocast computes in bf16
         for name, parameter in model.named_parameters():
             if ".groups." in name:
-                parameter.requires_grad_(step.train_maps)
-        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+                maps = any(f".{part}" in name for part in MAPS)
+                parameter.requires_grad_(step.train_maps if maps else step.full)
+        self.begin()
         self.dropper = Dropper(model, step.window_dropout) if step.window_dropout is not None else None
-        self.gain_rows = step.gain_rows if any(mixer.mixed for mixer in model.mixers) else 0
-        self.checkpointing = step.activation_checkpointing
-        if self.checkpointing:
-            _switch(model, "enable")({"use_reentrant": False})
-
-    def parameters(self) -> dict[str, nn.Parameter]:
-        return self._parameters
-
-    def count(self, batch: Batch) -> int:
-        return losses.count_targets(batch.labels_BT)
+        self.gain_rows = step.gain_rows if model.first_far_position is not None else 0
 
     def on_boundary(self, k: int) -> None:
         """Epoch k's window and drop probability, where they are scheduled."""
@@ -99,8 +93,8 @@ class FinetuneStage:
         assert first is not None
         total, tokens = 0.0, 0
         for batch in batches:
-            with torch.autocast(self.model.device.type, dtype=torch.bfloat16, enabled=self.autocast):
-                hidden_BTE = self._hidden(batch)
+            with self.casting():
+                hidden_BTE = self.hidden(batch)
                 nll_BT = losses.token_nll(
                     hidden_BTE, self.model.lm_head, batch.labels_BT, softcap=self.model.final_softcap
                 )
@@ -110,28 +104,16 @@ class FinetuneStage:
         return total / max(tokens, 1)
 
     def _loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        with torch.autocast(self.model.device.type, dtype=torch.bfloat16, enabled=self.autocast):
+        with self.casting():
             return losses.next_token_ce(
-                self._hidden(batch), self.model.lm_head, batch.labels_BT, softcap=self.model.final_softcap
+                self.hidden(batch), self.model.lm_head, batch.labels_BT, softcap=self.model.final_softcap
             )
-
-    def _hidden(self, batch: Batch) -> Tensor:
-        ids_BT = batch.input_ids_BT.to(self.model.device)
-        return self.model.hidden_states(ids_BT, position_ids=batch.position_ids_BT)[0]
 
     def finish(self) -> None:
         """Leave the model ready to run, with the window that it was last trained with."""
         if self.dropper is not None:
             self.dropper.settle()
-        if self.checkpointing:
-            _switch(self.model, "disable")()
-        self.model.eval().requires_grad_(False)
-
-
-def _switch(model: HybridForCausalLM, verb: str) -> Callable[..., None]:
-    """transformers' switch of activation checkpointing, which 5.24 renamed."""
-    former: Callable[..., None] = getattr(model, f"gradient_checkpointing_{verb}")
-    return getattr(model, f"activation_checkpointing_{verb}", former)
+        super().finish()
 
 
 def add_lora(model: HybridForCausalLM, lora: Lora) -> PeftModel:

@@ -23,7 +23,7 @@ from hybridize.evals.suite import run_suite
 from hybridize.models.families import get_family
 from hybridize.models.modeling import HybridForCausalLM
 from hybridize.plan.bytes import softmax_spec, state_bytes
-from hybridize.recipe import Recipe, TrainingStep, TransferStep
+from hybridize.recipe import DistillStep, Recipe, SelectStep, TrainingStep, TransferStep
 
 STATE_LENGTHS = (1024, 65536)
 BATCH = 4
@@ -50,8 +50,8 @@ class Milestones:
             return True
         return any(entry["name"] == name and entry.get("asked") == self.asked for entry in self.entries)
 
-    def measure(self, name: str, kind: str, model: PreTrainedModel) -> None:
-        """Measure `model` under `name`, unless that has been done."""
+    def measure(self, name: str, kind: str, model: PreTrainedModel, *, passkeys: bool = True) -> None:
+        """Measure `model` under `name`, unless that has been done; without `passkeys` where none could be found anyway."""
         if self.plan is None or self.measured(name):
             return
         with status(self.progress) as say:
@@ -59,14 +59,14 @@ class Milestones:
                 model,
                 self.tokenizer,
                 self._held_out(say),
-                passkey_lengths=self.plan.passkey,
+                passkey_lengths=self.plan.passkey if passkeys else (),
                 samples=self.plan.samples,
                 split_at=self.recipe.first_far_position,
                 on_progress=partial(say, f"measuring {name}"),
             )
         shapes = get_family(_base_config(model)).shapes(_base_config(model))
         spec = model.spec if isinstance(model, HybridForCausalLM) else softmax_spec(shapes)
-        width = next(model.parameters()).element_size()
+        width = 2 if self.recipe.precision == "bf16" else 4  # also where a student's masters are float32
         continued = greedy(model, self.tokenizer, self.plan.prompts, max_new_tokens=self.plan.new_tokens)
         entry = {
             "name": name,
@@ -133,7 +133,9 @@ class Milestones:
             "recipe": recipe.name,
             "recipe_text": recipe.to_yaml(),
             "rows": rows,
-            "curves": [_curve(self.run.path / "steps" / name, name, units[name]) for name in done],
+            "curves": [
+                _curve(self.run.path / "steps" / name, name, units[name]) for name in done if name in units
+            ],
             "generations": self._generations(),
             "costs": [
                 {
@@ -145,7 +147,7 @@ class Milestones:
                 }
                 for name, outcome in done.items()
             ],
-            "notes": notes,
+            "notes": [*notes, *_selections(recipe, outcomes)],
             "versions": versions(),
             "fingerprints": {
                 "model": identity["model"]["fingerprint"],
@@ -212,9 +214,25 @@ def _read_csv(path: Path) -> list[dict[str, str]]:
 def _unit(step: TrainingStep) -> str:
     """What a step's loss is measured in."""
     if not isinstance(step, TransferStep):
-        return "nats a token"
-    terms = {"output MSE": step.objective.output_mse, "weight CE": step.objective.weight_ce}
+        distilled = isinstance(step, DistillStep) or getattr(step, "objective", "ce") == "kl"
+        return "KL, nats a token" if distilled else "nats a token"
+    objective = step.objective
+    terms = {
+        "output MSE": objective.output_mse,
+        "weight CE": objective.weight_ce,
+        "mixer MSE": objective.mixer_mse,
+        "hidden L2": objective.hidden_l2,
+    }
     return " + ".join(f"{weight:g} x {name}" for name, weight in terms.items() if weight)
+
+
+def _selections(recipe: Recipe, outcomes: dict[str, Any]) -> list[str]:
+    """One sentence for a finished selection."""
+    return [
+        f"select by rule {step.rule}: layers {', '.join(map(str, outcomes[name]['kept']))} keep softmax"
+        for index, step in enumerate(recipe.steps)
+        if isinstance(step, SelectStep) and outcomes.get(name := f"{index}-{step.kind}") is not None
+    ]
 
 
 def _curve(folder: Path, name: str, unit: str) -> dict[str, Any]:

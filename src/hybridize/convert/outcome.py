@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hybridize.atomic import atomic_folder, full_disk_explained, sha256_file
-from hybridize.convert.finetune import FinetuneStage, attach_adapter
+from hybridize.convert.finetune import attach_adapter
 from hybridize.convert.run_folder import read_json
-from hybridize.convert.transfer import TransferStage
+from hybridize.convert.stages import AnyStage
 from hybridize.models.configuration import HybridConfig
 from hybridize.models.modeling import HybridForCausalLM
-from hybridize.recipe import FinetuneStep, TrainingStep
+from hybridize.recipe import TrainingStep
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -23,7 +23,7 @@ TRAINED, ADAPTER = "trained.safetensors", "adapter"
 
 
 def store(
-    folder: Path, model: HybridForCausalLM, stage: TransferStage | FinetuneStage, adapted: PeftModel | None
+    folder: Path, model: HybridForCausalLM, stage: AnyStage, adapted: PeftModel | None
 ) -> dict[str, str]:
     """Write what the step trained, so that it can be re-applied without training; gives the files' checksums."""
     files = []
@@ -60,7 +60,7 @@ def reapply(model: HybridForCausalLM, step: TrainingStep, folder: Path) -> PeftM
             raise ValueError(f"{folder / name} is missing or damaged; {remedy}")
     model.respec(HybridConfig.from_pretrained(folder).spec)  # a schedule of windows ends with another one
     if TRAINED in files:
-        if isinstance(step, FinetuneStep) and step.full:
+        if step.trains_masters:
             model.float()
         parameters = dict(model.named_parameters())
         tensors = load_file(folder / TRAINED)

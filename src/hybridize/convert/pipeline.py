@@ -7,34 +7,39 @@ last checkpoint. A changed model, recipe or data is refused.
 from __future__ import annotations
 
 import logging
-import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hybridize.atomic import atomic_folder, atomic_write, full_disk_explained
 from hybridize.convert.calibrate import calibrate_mass
-from hybridize.convert.drift import validation_rows
-from hybridize.convert.finetune import FinetuneStage, merge
+from hybridize.convert.calibrate_output import calibrate_output, layers_with_norms
+from hybridize.convert.finetune import merge
 from hybridize.convert.measure import Milestones
+from hybridize.convert.mixer_transfer import MixerTransferStage
 from hybridize.convert.outcome import reapply, store
 from hybridize.convert.run_folder import RunFolder, read_json, write_json
+from hybridize.convert.selection import Selector, keep_layers, selected
+from hybridize.convert.stages import lora_of, make_stage, step_seed, train_config
 from hybridize.convert.status import status
+from hybridize.convert.texts import Budgets, Texts, budgets
+from hybridize.convert.texts import corpus_tokens as _corpus_tokens  # noqa: F401
 from hybridize.convert.transfer import TransferStage
-from hybridize.data import PackedRows, build_rows, check_tokenizer
+from hybridize.data import PackedRows, check_tokenizer
 from hybridize.data.batching import Batch, batches, make_batch
 from hybridize.devices import choose_device, device_name
 from hybridize.extend.window import with_window
 from hybridize.models.configuration import HybridConfig
 from hybridize.models.families import notes
 from hybridize.models.modeling import HybridForCausalLM
-from hybridize.models.surgery import hybridize_model, resolve_spec
+from hybridize.models.surgery import hybridize_model, resolve_spec, softmax_teacher
 from hybridize.models.teacher import (
     fingerprint,
     load_base_config,
@@ -42,8 +47,8 @@ from hybridize.models.teacher import (
     load_tokenizer,
     resolve_model,
 )
-from hybridize.recipe import Constant, Cosine, EditStep, FinetuneStep, Recipe, TrainingStep, TransferStep
-from hybridize.train import TrainConfig, optim, train
+from hybridize.recipe import EditStep, FinetuneStep, Recipe, SelectStep, TrainingStep, TransferStep
+from hybridize.train import train
 from hybridize.train.process import seed_all
 
 if TYPE_CHECKING:
@@ -72,55 +77,54 @@ def convert(
     `stop_after` names a step (`transfer`, `finetune` or its number) after which to stop; the student so far is in
     `out/model`. Raises ValueError (RecipeError) for what cannot be done, before any weights load where possible.
     """
-    return _convert(model, recipe, out, _corpus_tokens(recipe), choose_device(device), stop_after, progress)
+    return _convert(model, recipe, out, budgets(recipe), choose_device(device), stop_after, progress)
 
 
 def _convert(
     model: str,
     recipe: Recipe,
     out: Path,
-    corpus: int | None,
+    corpus: Budgets,
     device: torch.device,
     stop_after: str | None,
     progress: bool,
 ) -> Path:
-    """`corpus` limits the training text in tokens; the control reads the same text as the student."""
+    """`corpus` limits the training text; the control reads the same text as the student."""
     recipe.check_supported()
     last = _last_step(recipe, stop_after)
     source = resolve_model(model)
     config = load_base_config(source)
     if config.model_type == HybridConfig.model_type:
         raise ValueError(f"MODEL {model!r} is a hybrid already; give the pretrained model it was made from")
-    resolve_spec(recipe.spec, config)
+    _check_spec(recipe, config)
     run = RunFolder(out)
     with run.locked():
         tokenizer = load_tokenizer(source)
         check_tokenizer(tokenizer, config.vocab_size)
         with status(progress) as say:
-            rows = build_rows(recipe.data, tokenizer, "train", corpus, progress=say)
-            held_out = validation_rows(recipe, tokenizer, say)
+            texts = Texts(recipe, tokenizer, corpus, say)
         trained_by = {key: value for key, value in recipe.to_dict().items() if key != "evaluation"}
         identity = {
             "model": {"name": model, "fingerprint": fingerprint(source)},
             "recipe": trained_by,
-            "data": {
-                "rows": len(rows),
-                "fingerprint": rows.fingerprint,
-                "validation": held_out.fingerprint if held_out is not None else None,
-            },
+            "data": texts.identity(),
         }
-        run.claim(identity)
+        run.claim(identity, _undecided(run, recipe))
         with atomic_write(out / "recipe.yaml", "w") as file:
             file.write(recipe.to_yaml())
-        said = [*notes(config), *_epoch_notes(recipe, rows), *_far_notes(recipe, rows)]
+        said = [*notes(config), *_epoch_notes(recipe, texts), *_far_notes(recipe, texts.base.rows)]
         for note in said:
             log.warning("%s", note)
         if (after := run.student_after()) is not None and after > last:
             log.warning("stop_after: the run is past that step already; the student in %s stays", run.model)
             last = after
-        conversion = _Conversion(run, recipe, tokenizer, rows, held_out, progress)
+
+        def load() -> PreTrainedModel:
+            return load_teacher(source, dtype=DTYPES[recipe.precision], device=device)
+
+        conversion = _Conversion(run, recipe, tokenizer, texts, load, progress)
         if not conversion.finished(last):
-            conversion.run(load_teacher(source, dtype=DTYPES[recipe.precision], device=device), last)
+            conversion.run(last)
         if recipe.wants_control and last == len(recipe.steps) - 1:
             control = recipe.control()
             conversion.milestones.lend_teacher(out / "control")
@@ -138,25 +142,33 @@ class _Conversion:
         run: RunFolder,
         recipe: Recipe,
         tokenizer: PreTrainedTokenizerBase,
-        rows: PackedRows,
-        held_out: PackedRows | None,
+        texts: Texts,
+        load: Callable[[], PreTrainedModel],
         progress: bool,
     ) -> None:
-        self.folder, self.recipe, self.tokenizer = run, recipe, tokenizer
-        self.rows, self.held_out = rows, held_out
-        self.progress = progress
+        self.folder, self.recipe, self.tokenizer, self.texts = run, recipe, tokenizer, texts
+        self.load, self.progress = load, progress
         self.milestones = Milestones(run, recipe, tokenizer, progress)
+        self._teacher: HybridForCausalLM | None = None
+
+    def teacher(self) -> HybridForCausalLM:
+        """The frozen teacher beside the student, loaded when a step first asks for it."""
+        if self._teacher is None:
+            self._teacher = softmax_teacher(self.load()).eval().requires_grad_(False)
+        return self._teacher
 
     def finished(self, last: int) -> bool:
         """Whether the student after step `last` is saved and everything up to there is measured."""
         measured = all(self.milestones.measured(_after(self.recipe, index)) for index in range(last + 1))
         return self.folder.student_after() == last and self.milestones.measured("teacher") and measured
 
-    def run(self, teacher: PreTrainedModel, last: int) -> None:
-        """From the teacher (whose modules become the student's) to the saved student after step `last`."""
-        self.milestones.measure("teacher", "teacher", teacher)
-        model = hybridize_model(teacher, self.recipe.spec)
-        self._calibrate(model)
+    def run(self, last: int) -> None:
+        """From the teacher to the saved student after step `last`."""
+        loaded = self.load()
+        self.milestones.measure("teacher", "teacher", loaded)
+        model = hybridize_model(loaded, self.recipe.spec)  # the modules are the student's from here on
+        del loaded
+        self._calibrate(model, first=True)
         if any(layer.has_linear for layer in model.spec.layers):
             self.milestones.measure("swapped", "stage", model)
         adapted: PeftModel | None = None
@@ -167,64 +179,70 @@ class _Conversion:
             if isinstance(step, EditStep):
                 model.respec(with_window(model.spec, step.window, step.normalizer))
                 self._calibrate(model)
+            elif isinstance(step, SelectStep):
+                self._select(model, index, folder)
             elif read_json(folder / "outcome.json") is None:
                 adapted = self._train(model, step, index, folder)
             else:
                 adapted = reapply(model, step, folder)
-            if (
-                adapted is not None
-                and isinstance(step, FinetuneStep)
-                and step.lora is not None
-                and step.lora.merge
-            ):
+            if adapted is not None and (lora := lora_of(step)) is not None and lora.merge:
                 model, adapted = merge(adapted), None
+            if not any(later.needs_teacher for later in self.recipe.steps[index + 1 : last + 1]):
+                self._teacher = None
             model.eval().requires_grad_(False)
-            self.milestones.measure(_after(self.recipe, index), "stage", model)
+            # candidates for every layer find no passkey yet, and generation with them is slow
+            aligned = isinstance(step, TransferStep) and step.whole_mixers
+            self.milestones.measure(_after(self.recipe, index), "stage", model, passkeys=not aligned)
         self._save(model, adapted, last)
 
-    def _calibrate(self, model: HybridForCausalLM) -> None:
-        calibrate_mass(model, make_batch(self.rows, range(min(CALIBRATION_ROWS, len(self.rows)))))
+    def _calibrate(self, model: HybridForCausalLM, first: bool = False) -> None:
+        """First values that depend on data; those of output norms at the swap only."""
+        rows = self.texts.base.rows
+        batch = make_batch(rows, range(min(CALIBRATION_ROWS, len(rows))))
+        calibrate_mass(model, batch)
+        if first and layers_with_norms(model):
+            calibrate_output(model, self.teacher(), batch)
+
+    def _select(self, model: HybridForCausalLM, index: int, folder: Path) -> None:
+        kept = selected(folder)
+        if kept is None:
+            selector = Selector(
+                model, self.teacher, self.recipe, index, self.tokenizer, self.texts.base, folder
+            )
+            with status(self.progress) as say:
+                kept = selector.run(say)
+        keep_layers(model, self.teacher(), self.recipe, index, kept)
 
     def _train(
         self, model: HybridForCausalLM, step: TrainingStep, index: int, folder: Path
     ) -> PeftModel | None:
-        seed_all(_seed(self.recipe, index))
-        validation = self._validation(step)
-        if isinstance(step, TransferStep):
-            stage: TransferStage | FinetuneStage = TransferStage(model, step, validation)
-        else:
-            assert isinstance(step, FinetuneStep)
-            stage = FinetuneStage(model, step, validation, autocast=self.recipe.precision == "bf16")
-        if isinstance(stage, TransferStage) and read_json(folder / "layers.json") is None:
-            write_json(folder / "layers.json", {"before": stage.layer_errors()})
+        seed = step_seed(self.recipe, index)
+        seed_all(seed)
+        text = self.texts.of(step)
+        stage = make_stage(model, self.teacher, step, text, self.recipe.precision)
+        aligns = stage if isinstance(stage, TransferStage | MixerTransferStage) else None
+        if aligns is not None and read_json(folder / "layers.json") is None:
+            write_json(folder / "layers.json", {"before": aligns.layer_errors()})
         with _tensor_float32(self.recipe.precision == "bf16"):
             result = train(
                 stage,
-                lambda start: self._batches(step, start),
-                _train_config(step, self.recipe, self.rows, index),
+                partial(self._batches, text.rows, step),
+                train_config(step, self.recipe, text.rows, seed, SAVE_EVERY_S),
                 folder,
                 progress=self.progress,
             )
-        if isinstance(stage, TransferStage):
-            write_json(
-                folder / "layers.json", {**read_json(folder / "layers.json"), "after": stage.layer_errors()}
-            )
-        else:
-            stage.finish()
-        adapted = stage.adapted if isinstance(stage, FinetuneStage) else None
+        if aligns is not None:
+            layers = read_json(folder / "layers.json")
+            write_json(folder / "layers.json", {**layers, "after": aligns.layer_errors()})
+        stage.finish()
+        adapted = getattr(stage, "adapted", None)
         outcome = {**asdict(result), "device": device_name(model.device)}
         write_json(folder / "outcome.json", {**outcome, "files": store(folder, model, stage, adapted)})
         return adapted
 
-    def _batches(self, step: TrainingStep, start: int) -> Iterator[Batch]:
-        micro = step.batch.micro_rows
+    def _batches(self, rows: PackedRows, step: TrainingStep, start: int) -> Iterator[Batch]:
         first = start * step.batch.accumulation
-        return batches(self.rows, micro, seed=self.recipe.seed, start_step=first)
-
-    def _validation(self, step: TrainingStep) -> list[Batch]:
-        assert self.held_out is not None
-        count, micro = min(step.validation_rows, len(self.held_out)), step.batch.micro_rows
-        return [make_batch(self.held_out, range(i, min(i + micro, count))) for i in range(0, count, micro)]
+        return batches(rows, step.batch.micro_rows, seed=self.recipe.seed, start_step=first)
 
     def _save(self, model: HybridForCausalLM, adapted: PeftModel | None, step: int) -> None:
         """The student after `step`, as a folder that opens by itself, and its adapter where that is not merged."""
@@ -245,65 +263,38 @@ class _Conversion:
         write_json(self.folder.student, {"after_step": step})
 
 
-def _train_config(step: TrainingStep, recipe: Recipe, rows: PackedRows, index: int) -> TrainConfig:
-    steps = step.optimizer_steps(recipe.data.length, rows.tokens_available)
-    assert steps is not None
-    stopping = step.early_stopping if isinstance(step, FinetuneStep) else None
-    rate: optim.Schedule
-    match step.rate:
-        case Cosine(cosine=(highest, lowest), warmup=warmup):
-            rate = optim.Cosine(highest, final=lowest, warmup=warmup / steps)
-        case Constant():
-            rate = optim.Constant(step.max_lr)
-        case plateau:
-            rate = optim.Plateau(
-                step.max_lr, factor=plateau.factor, patience=plateau.patience, final=plateau.min_lr
-            )
-    return TrainConfig(
-        steps=steps,
-        micro_batches=step.batch.accumulation,
-        lr=rate,
-        betas=step.betas,
-        weight_decay=step.weight_decay,
-        clip=step.clip,
-        eval_every=step.eval_every,
-        keep_best=step.keep_best,
-        epoch_steps=_epoch_steps(step, recipe, rows),
-        patience=stopping.patience if stopping else None,
-        guard="linear_gain" if stopping and stopping.min_gain > 0 else None,
-        guard_share=stopping.min_gain if stopping and stopping.min_gain > 0 else None,
-        save_every_s=SAVE_EVERY_S,
-        seed=_seed(recipe, index),
-    )
-
-
-def _epoch_steps(step: TrainingStep, recipe: Recipe, rows: PackedRows) -> int | None:
-    """Optimizer steps of an epoch where a schedule counts in epochs; None elsewhere."""
-    dropout = step.window_dropout if isinstance(step, FinetuneStep) else None
-    if dropout is None:
-        return None
-    tokens = dropout.epoch or rows.tokens_available
-    return max(1, math.ceil(tokens / (step.batch.rows * recipe.data.length)))
-
-
-def _corpus_tokens(recipe: Recipe) -> int | None:
-    """How much training text the steps need; None (all there is) where one counts in epochs."""
-    budgets = [step.tokens for step in recipe.training_steps]
-    if any(tokens is None for tokens in budgets):
-        return None
-    return max((tokens for tokens in budgets if tokens is not None), default=recipe.data.length)
-
-
-def _epoch_notes(recipe: Recipe, rows: PackedRows) -> list[str]:
-    """One sentence for every step whose budget is larger than the text."""
+def _undecided(run: RunFolder, recipe: Recipe) -> list[int]:
+    """Selections without an outcome: where a rule refuses its scores, another may be asked in the same folder."""
     return [
-        f"steps[{index}].{step.kind}: {step.tokens:,} tokens are {rows.epochs(step.tokens):.3g} epochs "
-        f"of the {rows.tokens_available:,} tokens that {recipe.data.source} has"
+        index
         for index, step in enumerate(recipe.steps)
-        if isinstance(step, TrainingStep)
-        and step.tokens is not None
-        and step.tokens > max(rows.tokens_available, recipe.data.length)
+        if isinstance(step, SelectStep) and not (run.step(index, step.kind) / "outcome.json").exists()
     ]
+
+
+def _check_spec(recipe: Recipe, config: PreTrainedConfig) -> None:
+    """Raises ValueError where the spec, with a selection's layers as far as these are known, does not fit the model."""
+    layers = len(resolve_spec(recipe.spec, config).layers)
+    try:
+        final = recipe.assumed_before(len(recipe.steps), layers)
+    except ValueError as error:
+        raise ValueError(f"select: {error}") from None
+    resolve_spec(final, config)
+
+
+def _epoch_notes(recipe: Recipe, texts: Texts) -> list[str]:
+    """One sentence for every step whose budget is larger than the text."""
+    said = []
+    for index, step in enumerate(recipe.steps):
+        if not isinstance(step, TrainingStep) or step.tokens is None:
+            continue
+        rows = texts.of(step).rows
+        if step.tokens > max(rows.tokens_available, rows.length):
+            said.append(
+                f"steps[{index}].{step.kind}: {step.tokens:,} tokens are {rows.epochs(step.tokens):.3g} epochs "
+                f"of the {rows.tokens_available:,} tokens that {recipe.data.source} has"
+            )
+    return said
 
 
 def _far_notes(recipe: Recipe, rows: PackedRows) -> list[str]:
@@ -320,13 +311,6 @@ def _far_notes(recipe: Recipe, rows: PackedRows) -> list[str]:
     return [
         f"{share:.0%} of the training tokens stand at position {first} or later, where the linear branch has keys"
     ]
-
-
-def _seed(recipe: Recipe, index: int) -> int:
-    """The same for the n-th step of a kind, whatever stands between: a control draws what its student drew."""
-    kind = recipe.steps[index].kind
-    earlier = sum(step.kind == kind for step in recipe.steps[:index])
-    return recipe.seed + 2 * earlier + (kind == "finetune")
 
 
 @contextmanager

@@ -4,6 +4,7 @@ recipe.yaml            the resolved recipe
 run.json               identity (model, recipe, data), versions, commands
 steps/0-transfer/      the loop's checkpoints and logs; when finished: trained.safetensors or adapter/, config.json,
                        outcome.json (written last)
+steps/1-select/        scores.jsonl of a sweep, selection.json, outcome.json
 model/                 the student as it stands, a folder that AutoModelForCausalLM opens
 adapter/               its LoRA adapter, where the recipe keeps that apart (merge: false)
 student.json           after which step the student in model/ stands
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -75,8 +76,8 @@ class RunFolder:
         finally:
             lock.release()
 
-    def claim(self, identity: dict[str, Any]) -> None:
-        """Make the folder this run's own, or check that it is.
+    def claim(self, identity: dict[str, Any], undecided: Iterable[int] = ()) -> None:
+        """Make the folder this run's own, or check that it is. `undecided` numbers steps that may differ from the recorded ones.
 
         Raises ValueError naming the first field of the model, recipe or data that differs, or for a folder that holds
         something else under the names of a run.
@@ -95,6 +96,7 @@ class RunFolder:
             raise ValueError(f"{path} is no record of a run; choose another folder")
         now = json.loads(json.dumps(identity))
         begun = record["identity"]
+        changed = adopt_steps(begun["recipe"], now["recipe"], undecided)
         if begun["model"]["fingerprint"] == now["model"]["fingerprint"]:
             now["model"] = begun["model"]  # the same weights by another path
         difference = first_difference(begun, now)
@@ -105,7 +107,20 @@ class RunFolder:
             )
         if command_line() not in record["commands"][-1:]:
             record["commands"].append(command_line())
+            changed = True
+        if changed:
             write_json(path, record)
+
+
+def adopt_steps(begun: dict[str, Any], now: dict[str, Any], undecided: Iterable[int]) -> bool:
+    """Put the steps numbered `undecided` of the recipe `now` into `begun`, where they are of the same kind; whether any differ."""
+    changed = False
+    for index in undecided:
+        steps = begun["steps"], now["steps"]
+        if all(index < len(each) for each in steps) and steps[0][index].keys() == steps[1][index].keys():
+            changed = changed or steps[0][index] != steps[1][index]
+            steps[0][index] = steps[1][index]
+    return changed
 
 
 def first_difference(before: Any, now: Any, path: str = "") -> tuple[str, Any, Any] | None:

@@ -9,7 +9,7 @@ D head dim, V value dim, L layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -112,6 +112,10 @@ class TransferStage:
             self.model.hidden_states(batch.input_ids_BT.to(device), position_ids=batch.position_ids_BT)
         return total, nmse_L
 
+    def finish(self) -> None:
+        """Leave the model ready to run."""
+        self.model.eval().requires_grad_(False)
+
     def layer_loss(
         self, mixer: TokenMixer, q: Tensor, k: Tensor, v: Tensor, teacher: Tensor, sequences: Sequences
     ) -> tuple[Tensor, Tensor]:
@@ -206,7 +210,7 @@ def weight_cross_entropy(
 
     The gradient reaches the group's own parameters; `q` and `k` are constants, as transfer has them.
     """
-    student_weights = group.coefficients
+    student_weights: Callable[[Tensor, Tensor, slice], Tensor] = group.coefficients
     if objective.against == "linear_only" and isinstance(group, WindowedLinearMixer):
         student_weights = group.linear_coefficients
     window, scale, softcap = mixer.teacher_window, mixer.shape.scale, mixer.shape.softcap

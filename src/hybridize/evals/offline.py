@@ -18,7 +18,9 @@ from torch import Tensor
 from hybridize.evals.aggregate import Proportion
 from hybridize.evals.generation import Progress, evaluating, left_pad, padding_id
 from hybridize.evals.offline_tasks import TASKS, Corpus, Frame, Ids, Question, Reach
+from hybridize.models.modeling import HybridForCausalLM
 from hybridize.problems import nearest
+from hybridize.spec import reach_of
 
 
 @dataclass(frozen=True)

@@ -75,11 +75,9 @@ def run_ruler(
         ValueError: unknown tasks, numbers below 1, a length that a task does not fit into (the least is named), chat
             without a template, or essays that cannot be read.
     """
-    names, lengths = check_questions(tasks, lengths, samples, scorer)
-    if batch_tokens < 1:
-        raise ValueError(f"batch_tokens is {batch_tokens}; it must be at least 1")
+    names, lengths = _checked(tasks, lengths, samples, batch_tokens, scorer)
     form = Form(tokenizer, chat)
-    haystack = haystack_for(names, essays)
+    haystack = _haystack(names, essays)
     for name in names:
         least = least_length(name, samples, form=form, essays=haystack, seed=seed)
         if min(lengths) < least:
@@ -149,17 +147,28 @@ def per_cent(shares: Sequence[float], scorer: Scorer = "nvidia") -> float:
     return round(mean, 2) if scorer == "nvidia" else mean
 
 
-def check_questions(
-    tasks: Sequence[str], lengths: Sequence[int], samples: int, scorer: str
+def check_ruler(
+    tasks: Sequence[str], lengths: Sequence[int], scorer: str, essays: Path | str | None
+) -> Haystack | None:
+    """The haystack of these tasks (None: they need none), for `run_ruler`, before there is a model. Raises ValueError as that."""
+    return _haystack(_checked(tasks, lengths, 1, 1, scorer)[0], essays)
+
+
+def _checked(
+    tasks: Sequence[str], lengths: Sequence[int], samples: int, batch_tokens: int, scorer: str
 ) -> tuple[list[str], list[int]]:
-    """Names of tasks, groups taken apart, and lengths, each once. Raises ValueError as `run_ruler`, before there is a model."""
+    """Names and lengths, each once, groups taken apart."""
     known = [*TASKS, *GROUPS]
     for task in tasks:
         if task not in known:
-            raise ValueError(f"tasks contains {task!r}; {nearest(task, known)}")
+            raise ValueError(f"RULER has no task {task!r} here; {nearest(task, known)}")
     if not tasks or not lengths:
         raise ValueError("tasks or lengths is empty; give at least one task and one length in tokens")
-    for argument, value in (("samples", samples), *[("lengths", n) for n in lengths]):
+    for argument, value in (
+        ("samples", samples),
+        ("batch_tokens", batch_tokens),
+        *[("lengths", n) for n in lengths],
+    ):
         if value < 1:
             raise ValueError(f"{argument} is or contains {value}; it must be at least 1")
     if scorer not in get_args(Scorer):
@@ -168,8 +177,7 @@ def check_questions(
     return list(dict.fromkeys(names)), list(dict.fromkeys(lengths))
 
 
-def haystack_for(names: Sequence[str], essays: Path | str | Haystack | None) -> Haystack | None:
-    """The haystack that these tasks need, None where none hides needles in essays. Raises ValueError as `find_haystack`."""
+def _haystack(names: Sequence[str], essays: Path | str | Haystack | None) -> Haystack | None:
     if not any(TASKS[name].haystack == "essays" for name in names):
         return None
     return essays if isinstance(essays, Haystack) else find_haystack(essays)

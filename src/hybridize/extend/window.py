@@ -9,7 +9,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
-from hybridize.spec import GroupSpec, HybridSpec, LayerSpec, Normalizer, ResolvedSpec, SeparateNormalizer
+from hybridize.spec import (
+    LINEAR,
+    GroupSpec,
+    HybridSpec,
+    LayerSpec,
+    Normalizer,
+    ResolvedSpec,
+    SeparateNormalizer,
+)
 from hybridize.windows import Window
 
 Spec = TypeVar("Spec", HybridSpec, ResolvedSpec)
@@ -22,7 +30,7 @@ def with_window(spec: Spec, window: Window, normalizer: Normalizer | None = None
     keeps its own normalizer unless one is given. Raises ValueError where no group has linear attention, or a group does
     not allow the change.
     """
-    if not any(group.attention != "softmax" for layer in _layers(spec) for group in layer.groups):
+    if not any(layer.has_linear for layer in _layers(spec)):
         raise ValueError("window: the spec has no linear attention that could gain one")
 
     return _map_groups(spec, lambda group: _with_window(group, window, normalizer))
@@ -46,7 +54,8 @@ def _map_groups(spec: Spec, edit: Callable[[GroupSpec], GroupSpec]) -> Spec:
     if isinstance(spec, ResolvedSpec):
         return spec.model_copy(update={"layers": tuple(layer(one) for one in spec.layers)})
     layers = {name: layer(one) for name, one in spec.layers.items()}
-    return spec.model_copy(update={"all": layer(spec.all), "layers": layers})
+    kept = layer(spec.kept) if spec.kept is not None else None
+    return spec.model_copy(update={"all": layer(spec.all), "layers": layers, "kept": kept})
 
 
 def parse_window(text: str) -> Window:
@@ -73,11 +82,13 @@ def parse_window(text: str) -> Window:
 
 
 def _layers(spec: HybridSpec | ResolvedSpec) -> list[LayerSpec]:
-    return list(spec.layers) if isinstance(spec, ResolvedSpec) else [spec.all, *spec.layers.values()]
+    if isinstance(spec, ResolvedSpec):
+        return list(spec.layers)
+    return [spec.all, *spec.layers.values(), *([spec.kept] if spec.kept is not None else [])]
 
 
 def _with_window(group: GroupSpec, window: Window, normalizer: Normalizer | None) -> GroupSpec:
-    if group.attention == "softmax":
+    if group.attention not in LINEAR:
         return group
     chosen = normalizer or (SeparateNormalizer() if group.attention == "linear" else group.normalizer)
     changes = {"attention": "windowed_linear", "window": window, "normalizer": chosen}

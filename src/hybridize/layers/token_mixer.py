@@ -150,18 +150,8 @@ class TokenMixer(nn.Module):
 
     def _group_shape(self, heads: int, kv_heads: int) -> GroupShape:
         shape = self.shape
-        return GroupShape(
-            shape.layer,
-            heads,
-            kv_heads,
-            shape.head_dim,
-            shape.scale,
-            shape.softcap,
-            shape.window,
-            shape.hidden,
-            shape.layers,
-            shape.normed,
-        )
+        rest = shape.softcap, shape.window, shape.hidden, shape.layers, shape.normed
+        return GroupShape(shape.layer, heads, kv_heads, shape.head_dim, shape.scale, *rest)
 
     def _build(self, spec: LayerSpec) -> None:
         shape = self.shape
@@ -177,23 +167,31 @@ class TokenMixer(nn.Module):
             self.groups.append(mixer)
             self.slices.append((slice(head, head + count), slice(head // per_kv, (head + count) // per_kv)))
             head += count
-        dtype = next(self.parameters()).dtype
+        like = next(self.parameters(), None)
         for mixer in self.mixers:
             for part in (mixer.q_norm, mixer.k_norm, mixer.output_norm, mixer.output_gate):
-                if part is not None:
-                    part.to(dtype)
+                if part is not None and like is not None:
+                    part.to(like.dtype)
 
-    def respec(self, spec: LayerSpec) -> None:
-        """Compute `spec` from now on. Parameters that keep their name and shape keep their values; new ones start as new.
-
-        Raises ValueError for a spec that expands the KV heads where this layer does not, or the other way round.
-        """
-        if spec == self.spec:
-            return
+    def check_respec(self, spec: LayerSpec) -> None:
+        """Raise ValueError for a spec that expands the KV heads where this layer does not, or the other way round, and for
+        groups that do not fit the heads."""
         if spec.expand != self.expanded:
             raise ValueError(
                 f"layer {self.shape.layer}: heads: expand changes the projections; a change of spec cannot do that"
             )
+        _check_heads(
+            [int(group.heads) for group in spec.groups], self.shape, self.shape.heads // self.kv_heads
+        )
+
+    def respec(self, spec: LayerSpec) -> None:
+        """Compute `spec` from now on. Parameters that keep their name and shape keep their values; new ones start as new.
+
+        Raises ValueError where `check_respec` does.
+        """
+        self.check_respec(spec)
+        if spec == self.spec:
+            return
         before = self.groups.state_dict()
         device = next(self.parameters()).device
         self._build(spec)
@@ -255,9 +253,9 @@ class TokenMixer(nn.Module):
             )
             for mixer, (heads, kv_heads) in zip(self.mixers, self.slices, strict=True)
         ]
-        if len(parts) == 1:
-            return *parts[0], v
-        return torch.cat([q for q, _ in parts], 2), torch.cat([k for _, k in parts], 2), v
+        q, k = (x[0] if len(x) == 1 else torch.cat(x, 2) for x in zip(*parts, strict=True))
+        # under autocast the family's rotation gives float32: kernels want one dtype, the one that bf16 inference has
+        return q.to(v.dtype), k.to(v.dtype), v
 
     def _place(
         self,
@@ -328,13 +326,19 @@ class TokenMixer(nn.Module):
         """The sliding window of the attention that was replaced; None where it saw everything."""
         return Window("sliding", self.shape.window) if self.shape.window is not None else None
 
+    @property
+    def keeps_projections(self) -> bool:
+        """Whether q, k and v are the teacher's own; `position: rope` in a layer of the teacher that has none changes them."""
+        turned = not self.shape.rope and any(group.position == "rope" for group in self.spec.groups)
+        return self.spec.keeps_projections and not turned
+
     def teacher(self, q_BTHD: Tensor, k_BTGD: Tensor, v_BTGV: Tensor, sequences: Sequences) -> Tensor:
         """`o_BTHV` of the attention that was replaced: softmax over the teacher's own window.
 
         Raises ValueError where the layer's q, k or v are no longer the teacher's (recurrent attention, own norms, other
         positions, expanded heads).
         """
-        if not self.spec.keeps_projections:
+        if not self.keeps_projections:
             raise ValueError(
                 f"layer {self.shape.layer} no longer projects as its teacher does; load the teacher itself"
             )

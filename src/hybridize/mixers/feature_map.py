@@ -43,7 +43,8 @@ class FeatureMapWeights(OwnStart):
         self.weight.copy_(torch.eye(head_dim, width).expand(heads, -1, -1))
         if self.noise:
             generator = torch.Generator().manual_seed(self.seed)
-            self.weight.add_(NOISE * torch.randn(heads, head_dim, width, generator=generator).to(self.weight))
+            noise = torch.randn(heads, head_dim, width, generator=generator, dtype=torch.float32)
+            self.weight.add_(NOISE * noise.to(self.weight))
         if self.bias is not None:
             self.bias.zero_()
 

@@ -1,6 +1,6 @@
 """Lightning attention: linear attention whose memory fades by a fixed factor a head (HypeNet, arXiv 2601.22156, Eq. 18-19).
 
-Legend: B rows, T tokens, H query heads of the group, G its KV heads, D head dim, V value dim, L layers.
+Legend: B rows, T tokens, E width, H query heads of the group, D head dim, L layers.
 """
 
 from __future__ import annotations
@@ -8,11 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridize.mixers.types import GroupShape, Mixer
+from hybridize.mixers.recurrent import Operands, RecurrentMixer
+from hybridize.mixers.types import GroupShape
 from hybridize.ops import decay
-from hybridize.ops.decay import DecayState
-from hybridize.ops.sequences import Sequences
-from hybridize.ops.types import HYBRID, Ablation, State
 from hybridize.spec import GroupSpec, LightningDecay
 
 
@@ -27,8 +25,8 @@ def log_decay(decay: LightningDecay, heads: int, layer: int, layers: int) -> Ten
     return hypenet.float()
 
 
-class LightningMixer(Mixer):
-    near, far = False, True
+class LightningMixer(RecurrentMixer):
+    operation = decay
 
     def __init__(self, spec: GroupSpec, shape: GroupShape) -> None:
         super().__init__(spec, shape)
@@ -43,34 +41,5 @@ class LightningMixer(Mixer):
             self._decay[device] = made.to(device)
         return self._decay[device]
 
-    def attend(
-        self,
-        q_BTHD: Tensor,
-        k_BTGD: Tensor,
-        v_BTGV: Tensor,
-        sequences: Sequences,
-        state: State | None = None,
-        *,
-        x_BTE: Tensor | None = None,
-        keep_state: bool = False,
-        ablation: Ablation = HYBRID,
-    ) -> tuple[Tensor, State | None]:
-        assert state is None or isinstance(state, DecayState)
-        log_H = self.log_decay(q_BTHD.device)
-        if sequences.is_step and state is not None:
-            result = decay.step(q_BTHD, k_BTGD, v_BTGV, log_H, state, scale=self.scale)
-            return result.o, result.state
-        result = decay.forward(
-            q_BTHD,
-            k_BTGD,
-            v_BTGV,
-            log_H,
-            scale=self.scale,
-            sequences=sequences,
-            state=state,
-            return_state=keep_state,
-        )
-        return result.o, result.state
-
-    def coefficients(self, q_BTHD: Tensor, k_BTGD: Tensor, rows: slice) -> Tensor:
-        return decay.coefficients(q_BTHD, k_BTGD, self.log_decay(q_BTHD.device), rows, scale=self.scale)
+    def operands(self, q_BTHD: Tensor, k_BTHD: Tensor, x_BTE: Tensor | None) -> Operands:
+        return Operands((q_BTHD, k_BTHD), (self.log_decay(q_BTHD.device),))

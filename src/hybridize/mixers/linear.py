@@ -64,5 +64,7 @@ class LinearMixer(Mixer):
         )
         return result.o, result.state
 
-    def coefficients(self, q_BTHD: Tensor, k_BTGD: Tensor, rows: slice) -> Tensor:
+    def coefficients(
+        self, q_BTHD: Tensor, k_BTGD: Tensor, rows: slice, x_BTE: Tensor | None = None
+    ) -> Tensor:
         return linear.coefficients(q_BTHD, k_BTGD, self.map_q.map(), self.map_k.map(), rows)

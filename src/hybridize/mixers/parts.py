@@ -56,7 +56,7 @@ class OutputGate(OwnStart):
             self.weight.zero_()
             return
         generator = torch.Generator().manual_seed(self.seed)
-        self.weight.copy_(GATE_STD * torch.randn(self.weight.shape, generator=generator))
+        self.weight.copy_(GATE_STD * torch.randn(self.weight.shape, generator=generator, dtype=torch.float32))
 
     def forward(self, o_BTHV: Tensor, x_BTE: Tensor) -> Tensor:
         gate = torch.sigmoid(nn.functional.linear(x_BTE.to(self.weight.dtype), self.weight))

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from hybridize.mixers.gdn import GdnMixer
+from hybridize.mixers.gla import GlaMixer
+from hybridize.mixers.kda import KdaMixer
 from hybridize.mixers.lightning import LightningMixer
 from hybridize.mixers.linear import LinearMixer
+from hybridize.mixers.mamba2 import Mamba2Mixer
+from hybridize.mixers.rwkv7 import Rwkv7Mixer
 from hybridize.mixers.softmax import SoftmaxMixer
 from hybridize.mixers.types import GroupShape, Mixer
 from hybridize.mixers.windowed_linear import WindowedLinearMixer
@@ -14,6 +19,11 @@ MIXERS: dict[str, type[Mixer]] = {
     "linear": LinearMixer,
     "windowed_linear": WindowedLinearMixer,
     "lightning": LightningMixer,
+    "gla": GlaMixer,
+    "gdn": GdnMixer,
+    "mamba2": Mamba2Mixer,
+    "rwkv7": Rwkv7Mixer,
+    "kda": KdaMixer,
 }
 
 

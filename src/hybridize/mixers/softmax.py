@@ -48,7 +48,9 @@ class SoftmaxMixer(Mixer):
         )
         return result.o, result.state
 
-    def coefficients(self, q_BTHD: Tensor, k_BTGD: Tensor, rows: slice) -> Tensor:
+    def coefficients(
+        self, q_BTHD: Tensor, k_BTGD: Tensor, rows: slice, x_BTE: Tensor | None = None
+    ) -> Tensor:
         return softmax.coefficients(
             q_BTHD, k_BTGD, self.window, scale=self.shape.scale, softcap=self.shape.softcap, rows=rows
         )

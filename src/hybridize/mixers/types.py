@@ -88,5 +88,7 @@ class Mixer(nn.Module, ABC):
         """`o_BTHV` and, with `keep_state`, the state after the last token. `x_BTE` is the layer's input, which gates read."""
 
     @abstractmethod
-    def coefficients(self, q_BTHD: Tensor, k_BTGD: Tensor, rows: slice) -> Tensor:
-        """Weights `A_BHQS` of v for the queries in `rows` of dense rows."""
+    def coefficients(
+        self, q_BTHD: Tensor, k_BTGD: Tensor, rows: slice, x_BTE: Tensor | None = None
+    ) -> Tensor:
+        """Weights `A_BHQS` of v for the queries in `rows` of dense rows. `x_BTE` is the layer's input, which gates read."""

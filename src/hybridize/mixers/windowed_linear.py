@@ -139,7 +139,9 @@ class WindowedLinearMixer(Mixer):
             q_BTHD, k_BTGD, v_BTGV, self.map_q.map(), self.map_k.map(), sequences=sequences
         ).o
 
-    def coefficients(self, q_BTHD: Tensor, k_BTGD: Tensor, rows: slice) -> Tensor:
+    def coefficients(
+        self, q_BTHD: Tensor, k_BTGD: Tensor, rows: slice, x_BTE: Tensor | None = None
+    ) -> Tensor:
         return windowed_linear.coefficients(
             q_BTHD,
             k_BTGD,

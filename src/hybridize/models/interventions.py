@@ -81,11 +81,15 @@ class Interventions:
         """Compute `spec` from now on, and store it in the config. Parameters that keep their name and shape keep their
         values; those that are new (a mixing weight, say) start as in a fresh conversion.
 
-        Raises ValueError for a spec of another number of layers or heads.
+        Raises ValueError for a spec of another number of layers or heads, or that expands other layers; the model is then
+        as before.
         """
         if len(spec.layers) != len(self.shapes):
             raise ValueError(f"spec has {len(spec.layers)} layers; the model has {len(self.shapes)}")
-        for mixer, layer in zip(self.mixers, spec.layers, strict=True):
+        layers = list(zip(self.mixers, spec.layers, strict=True))
+        for mixer, layer in layers:
+            mixer.check_respec(layer)
+        for mixer, layer in layers:
             mixer.respec(layer)
         self.spec = spec
         self.config.hybrid_spec = spec.model_dump(mode="json")

@@ -10,7 +10,7 @@ from hybridize.layers.token_mixer import TokenMixer
 from hybridize.models.configuration import HybridConfig
 from hybridize.models.families import get_family
 from hybridize.models.modeling import HybridForCausalLM
-from hybridize.spec import HybridSpec, ResolvedSpec
+from hybridize.spec import HybridSpec, LayerSpec, ResolvedSpec
 
 
 def resolve_spec(spec: HybridSpec, config: PreTrainedConfig) -> ResolvedSpec:
@@ -43,26 +43,30 @@ def replace_layers(student: HybridForCausalLM, teacher: HybridForCausalLM, spec:
     """Make `student` compute `spec`: layers that differ from its own are rebuilt from copies of `teacher`'s attention.
 
     The other layers keep what they have learnt. Raises ValueError for a spec of another number of layers, and for a teacher
-    whose layers are not its own softmax any more.
+    whose layers are not its own softmax any more; the student is then as before.
     """
     if len(spec.layers) != len(student.spec.layers):
         raise ValueError(f"spec has {len(spec.layers)} layers; the model has {len(student.spec.layers)}")
-    changed = [
-        index
+    made = {
+        index: _rebuilt(student, teacher.mixers[index], index, new)
         for index, (new, old) in enumerate(zip(spec.layers, student.spec.layers, strict=True))
         if new != old
-    ]
-    for index in changed:
-        source = teacher.mixers[index]
-        if not (source.spec.is_softmax and source.spec.keeps_projections):
-            raise ValueError(f"layer {index} of the teacher is not its own softmax attention any more")
-        like = next(student.mixers[index].parameters())
-        children = copy.deepcopy(source)
-        del children.groups, children._sinks_only
-        mixer = TokenMixer(children, student.family, student.shapes[index], spec.layers[index])
-        mixer.to(like.device)
-        if like.dtype != next(source.parameters()).dtype:
-            mixer.to(like.dtype)
-        student.family.replace_attention(student, index, mixer.train(student.training))
+    }
+    for index, mixer in made.items():
+        student.family.replace_attention(student, index, mixer)
     student.spec = spec
     student.config.hybrid_spec = spec.model_dump(mode="json")
+
+
+def _rebuilt(student: HybridForCausalLM, source: TokenMixer, index: int, layer: LayerSpec) -> TokenMixer:
+    """Layer `index` of the student from a copy of the teacher's attention, in the student's dtype and mode."""
+    if not (source.spec.is_softmax and source.keeps_projections):
+        raise ValueError(f"layer {index} of the teacher is not its own softmax attention any more")
+    like = next(student.mixers[index].parameters())
+    children = copy.deepcopy(source)
+    del children.groups, children._sinks_only
+    # cast before the groups are made: maps and gates stay float32 whatever the model's dtype
+    children.to(like.device, like.dtype)
+    mixer = TokenMixer(children, student.family, student.shapes[index], layer)
+    mixer.groups.to(like.device)
+    return mixer.train(student.training)

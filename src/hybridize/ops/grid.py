@@ -31,7 +31,11 @@ def get_grid(sequences: Sequences, chunk: int, window: Window | None) -> Grid:
 
 
 class Grid:
-    """Indices and masks of the grid. Slots without a token or key are zero when laid, and masked."""
+    """Indices and masks of the grid. Slots without a token or key are zero when laid, and masked.
+
+    In numpy: `chunks_of_row` [N] counts the chunks of each sequence; `row_of_chunk` [M] is the sequence of each chunk and
+    `place_in_row` [M] its place there, from 0.
+    """
 
     def __init__(self, sequences: Sequences, chunk: int, window: Window | None) -> None:
         self.sequences, self.chunk, self.window = sequences, chunk, window
@@ -39,11 +43,11 @@ class Grid:
         kept = np.asarray([window.kept_from(int(start)) for start in starts]) if window else starts
         first = kept // chunk
         counts = np.where(ends > starts, -(-ends // chunk) - first, 0)
-        self._row = np.repeat(np.arange(len(starts)), counts)
-        self._index = np.arange(len(self._row)) - np.repeat(np.cumsum(counts) - counts, counts)
-        self._start = (first[self._row] + self._index) * chunk
-        self._kept, self._counts = kept, counts
-        self.chunks = len(self._row)
+        self.row_of_chunk = np.repeat(np.arange(len(starts)), counts)
+        self.place_in_row = np.arange(len(self.row_of_chunk)) - np.repeat(np.cumsum(counts) - counts, counts)
+        self._start = (first[self.row_of_chunk] + self.place_in_row) * chunk
+        self._kept, self.chunks_of_row = kept, counts
+        self.chunks = len(self.row_of_chunk)
         self.keys = 2 * chunk if window else chunk
         slots = (np.cumsum(counts) - counts) * chunk - first * chunk
         self._token = slots[sequences.array("row")] + sequences.array("position")
@@ -56,7 +60,7 @@ class Grid:
 
     def _find(self, position_MK: np.ndarray) -> np.ndarray:
         """Index of positions (of each chunk's sequence) into (new tokens, ring, zero row)."""
-        sequences, row = self.sequences, self._row[:, None]
+        sequences, row = self.sequences, self.row_of_chunk[:, None]
         starts, ends = sequences.array("starts")[row], sequences.array("ends")[row]
         begin = np.asarray(sequences.bounds[:-1], dtype=np.int64)[row]
         new = begin - starts + position_MK
@@ -68,7 +72,7 @@ class Grid:
     @cached_property
     def row_M(self) -> Tensor:
         """Sequence of each chunk."""
-        return self.sequences.move(self._row)
+        return self.sequences.move(self.row_of_chunk)
 
     @cached_property
     def position_MC(self) -> Tensor:
@@ -134,7 +138,7 @@ class Grid:
         assert self.window is not None
         near = replace(self.window, sinks=0).near(*self._offsets)[None]
         position = self._positions_MK
-        row = self._row[:, None]
+        row = self.row_of_chunk[:, None]
         held = (position >= np.maximum(self._kept[row], self.window.sinks)) & (
             position < self.sequences.array("ends")[row]
         )
@@ -166,7 +170,7 @@ class Grid:
         """Which keys enter far sums: those that the memory does not hold yet; sinks only with `everything`."""
 
         def make() -> Tensor:
-            window, row, position = self.window, self._row[:, None], self._positions_MK
+            window, row, position = self.window, self.row_of_chunk[:, None], self._positions_MK
             in_memory = window is None or window.overlap
             low = self.sequences.array("starts")[row] if in_memory else self._kept[row]
             if window is not None and not in_memory and not everything:
@@ -181,7 +185,7 @@ class Grid:
         end = self.sequences.array("ends")
         if self.window is not None and not self.window.overlap:
             end = np.asarray([self.window.kept_from(int(e)) for e in end])
-        leaving = self._start[:, None] + np.arange(self.chunk) < end[self._row][:, None]
+        leaving = self._start[:, None] + np.arange(self.chunk) < end[self.row_of_chunk][:, None]
         return self.sequences.move(leaving) & self.foldable_MK(False)[:, self.keys - self.chunk :]
 
     @cached_property
@@ -193,7 +197,7 @@ class Grid:
     def prefix(self, x_MX: Tensor) -> Tensor:
         """Sum over the chunks before the ones that chunk m's own keys cover, within its sequence. Nothing crosses sequences."""
         lag = self.keys // self.chunk
-        most, rows = int(self._counts.max(initial=0)), len(self.sequences)
+        most, rows = int(self.chunks_of_row.max(initial=0)), len(self.sequences)
         if rows * (most + lag) > PADDED_PREFIX * self.chunks + 64:
             return self._doubling(x_MX, lag, most)
         place_M, read_M = self._padded_places(most + lag, lag)
@@ -205,7 +209,7 @@ class Grid:
         """Where chunk i of a sequence is written (`lag` late) and read in the padded layout."""
 
         def make() -> tuple[Tensor, Tensor]:
-            read = self._row * width + self._index
+            read = self.row_of_chunk * width + self.place_in_row
             return self.sequences.move(read + lag), self.sequences.move(read)
 
         return self.sequences.once(("places", self.chunk, self.window), make)
@@ -221,5 +225,5 @@ class Grid:
     def _shift(self, x_MX: Tensor, by: int) -> Tensor:
         """Chunk m gets chunk m - by of its sequence; zeros where there is none."""
         shifted = torch.cat([x_MX.new_zeros(min(by, self.chunks), *x_MX.shape[1:]), x_MX[:-by]])
-        outside = self.sequences.move(self._index < by).view(-1, *(1,) * (x_MX.dim() - 1))
+        outside = self.sequences.move(self.place_in_row < by).view(-1, *(1,) * (x_MX.dim() - 1))
         return shifted.masked_fill(outside, 0)

@@ -64,14 +64,14 @@ class _Rounds:
 
     @classmethod
     def of(cls, grid: Grid) -> _Rounds:
-        counts, move = grid._counts, grid.sequences.move
+        counts, move = grid.chunks_of_row, grid.sequences.move
         most = int(counts.max())
         if (counts == most).all():
             return cls([len(counts)] * most)
         row_of_rank = np.argsort(-counts, kind="stable")
         rank_of_row = np.argsort(row_of_rank)
-        sizes = np.bincount(grid._index, minlength=most)
-        place = (np.cumsum(sizes) - sizes)[grid._index] + rank_of_row[grid._row]
+        sizes = np.bincount(grid.place_in_row, minlength=most)
+        place = (np.cumsum(sizes) - sizes)[grid.place_in_row] + rank_of_row[grid.row_of_chunk]
         return cls(sizes.tolist(), move(np.argsort(place)), move(place), move(row_of_rank), move(rank_of_row))
 
     def split(self, x_M: Tensor) -> tuple[Tensor, ...]:

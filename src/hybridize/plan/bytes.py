@@ -19,7 +19,8 @@ def state_bytes(
     """Bytes that one sequence of `length` tokens keeps between decode steps, all layers together.
 
     Softmax keeps 2·S·G·D numbers in the model's dtype, S the keys in sight: all of them, or a window's ring and sinks.
-    Linear attention keeps S[F, V] and z[F] for each of its key heads, in float32: H_k·F·(V + 1)·4 bytes.
+    Linear attention keeps S[F, V] and z[F] for each of its key heads, in float32: H_k·F·(V + 1)·4 bytes; recurrent
+    attention S[D, V] for each of its query heads.
 
     Args:
         spec: one entry a layer, heads as counts.
@@ -56,6 +57,8 @@ def mix_parameters(spec: ResolvedSpec) -> int:
 
 
 def _group_bytes(group: GroupSpec, shape: AttentionShape, length: int, dtype_bytes: int) -> int:
+    if group.recurrent:
+        return int(group.heads) * shape.head_dim * shape.head_dim * FLOAT32
     near = 2 * _keys_kept(group, shape, length) * _kv_heads(group, shape) * shape.head_dim * dtype_bytes
     if group.feature_map is None:
         return near
@@ -72,7 +75,7 @@ def _keys_kept(group: GroupSpec, shape: AttentionShape, length: int) -> int:
 
 
 def _kv_heads(group: GroupSpec, shape: AttentionShape) -> int:
-    return int(group.heads) * shape.kv_heads // shape.heads
+    return int(group.heads) if group.expand else int(group.heads) * shape.kv_heads // shape.heads
 
 
 def _key_maps(group: GroupSpec, shape: AttentionShape) -> int:

@@ -11,18 +11,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from hybridize.models.families import AttentionShape, Family, get_family, notes
+from hybridize.models.families import AttentionShape, get_family, notes
 from hybridize.models.teacher import load_base_config, resolve_model
-from hybridize.plan.bytes import FLOAT32, map_parameters, mix_parameters, softmax_spec, state_bytes
-from hybridize.recipe import EditStep, FinetuneStep, Recipe, TransferStep, load_recipe
-from hybridize.spec import GroupSpec, HybridSpec, ResolvedSpec
+from hybridize.plan.bytes import FLOAT32, softmax_spec, state_bytes
+from hybridize.plan.count import Student, count_student, lora_parameters
+from hybridize.recipe import (
+    DistillStep,
+    FinetuneStep,
+    Recipe,
+    TrainingStep,
+    TransferStep,
+    load_recipe,
+)
+from hybridize.spec import GroupSpec, ResolvedSpec
 
 LENGTHS = (1024, 8192, 65536, 131072)
 CACHE_BYTES = 2  # keys and values at decoding, bf16
 ADAMW_BYTES = 2 * FLOAT32  # two moments a trainable parameter
+RECURRENT_CHUNK = 64
 LOSS_LOGITS = 2**26  # logits that the chunked loss holds at once, twice (values and gradients)
 
 
@@ -63,7 +71,11 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Needs of one recipe on one model. `unsupported` names what `convert` would refuse."""
+    """Needs of one recipe on one model. `unsupported` names what `convert` would refuse.
+
+    `own_parameters` are those that the student has beyond the teacher's, its maps and mixing weights: expanded projections,
+    norms, gates, decays.
+    """
 
     model: str
     recipe: str
@@ -75,6 +87,7 @@ class Plan:
     parameters: int
     map_parameters: int
     mix_parameters: int
+    own_parameters: int
     states: tuple[StateRow, ...]
     stages: tuple[StagePlan, ...]
     student_disk: int
@@ -96,7 +109,8 @@ class Plan:
 
 
 MEMORY_FORMULA = (
-    "weights: frozen parameters at the recipe's precision, trainable ones in float32; gradients 4 and AdamW 8 bytes a "
+    "weights: frozen parameters at the recipe's precision, trainable ones in float32 (the whole student where weights of the "
+    "base model train), and the teacher where a stage reads it; gradients 4 and AdamW 8 bytes a "
     "trainable parameter; activations for n = micro rows x length tokens: a hybrid layer keeps "
     "m = 4(2 H 2w + 2(H + Hk)F + H F D / chunk) bytes a token for its near scores, features and chunk states; transfer holds "
     "n (b(4E + 3I) + 2m) of one layer; finetuning keeps n (b(8E + 2(H + 2G)D + 3I) + m) a layer (b n E a layer and one whole "
@@ -122,30 +136,29 @@ def plan_config(config: PretrainedConfig, recipe: Recipe, *, model: str = "model
     shapes = family.shapes(config)
     first = shapes[0]
 
-    def resolved(spec: HybridSpec) -> ResolvedSpec:
-        return spec.resolve(
-            layers=len(shapes), heads=first.heads, kv_heads=first.kv_heads, head_dim=first.head_dim
-        )
+    known: dict[str, Student] = {}
 
-    spec = resolved(recipe.final_spec)
+    def counted(index: int) -> Student:
+        spec = recipe.assumed_before(index, len(shapes))
+        if (key := spec.model_dump_json(exclude={"kept"})) not in known:
+            resolved = spec.resolve(
+                layers=len(shapes), heads=first.heads, kv_heads=first.kv_heads, head_dim=first.head_dim
+            )
+            known[key] = count_student(config, resolved, shapes)
+        return known[key]
+
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(config)
     parameters = sum(parameter.numel() for parameter in base.parameters())
-    maps, mix = map_parameters(spec, shapes), mix_parameters(spec)
+    student = counted(len(recipe.steps))
     teacher = softmax_spec(shapes)
     stages = tuple(
-        _stage(
-            step,
-            recipe,
-            config,
-            resolved(recipe.spec_before(index)),
-            shapes,
-            parameters,
-            _lora_parameters(step, family, base),
-        )
+        _stage(step, recipe, config, counted(index), shapes, parameters)
         for index, step in enumerate(recipe.steps)
-        if not isinstance(step, EditStep)
+        if isinstance(step, TrainingStep)
     )
+    masters = any(step.trains_masters for step in recipe.training_steps)
+    new = student.maps + student.mix
     return Plan(
         model=model,
         recipe=recipe.name,
@@ -155,82 +168,97 @@ def plan_config(config: PretrainedConfig, recipe: Recipe, *, model: str = "model
         kv_heads=first.kv_heads,
         head_dim=first.head_dim,
         parameters=parameters,
-        map_parameters=maps,
-        mix_parameters=mix,
+        map_parameters=student.maps,
+        mix_parameters=student.mix,
+        own_parameters=student.total - parameters - new,
         states=tuple(
             StateRow(
                 length,
                 state_bytes(teacher, shapes, length, CACHE_BYTES),
-                state_bytes(spec, shapes, length, CACHE_BYTES),
+                state_bytes(student.spec, shapes, length, CACHE_BYTES),
             )
             for length in LENGTHS
         ),
         stages=stages,
-        student_disk=_weight_bytes(recipe) * parameters + FLOAT32 * (maps + mix),
+        student_disk=(FLOAT32 if masters else _weight_bytes(recipe)) * (student.total - new) + FLOAT32 * new,
         checkpoint_disk=max(((FLOAT32 + ADAMW_BYTES) * stage.trainable for stage in stages), default=0),
-        notes=tuple(notes(config)),
+        notes=(*notes(config), *_guesses(recipe, len(shapes))),
         unsupported=tuple(recipe.unsupported()),
     )
 
 
+def _guesses(recipe: Recipe, layers: int) -> list[str]:
+    select = recipe.selected_before(len(recipe.steps))
+    if select is None or select.layers is not None:
+        return []
+    return [
+        f"{select.count(layers)} of {layers} layers keep softmax; select finds out which, and the plan takes evenly spaced ones"
+    ]
+
+
 def _stage(
-    step: TransferStep | FinetuneStep,
+    step: TrainingStep,
     recipe: Recipe,
     config: PretrainedConfig,
-    spec: ResolvedSpec,
+    student: Student,
     shapes: Sequence[AttentionShape],
     parameters: int,
-    lora: int,
 ) -> StagePlan:
-    maps, mix = map_parameters(spec, shapes), mix_parameters(spec)
-    if isinstance(step, TransferStep):
-        trainable = maps * ("maps" in step.train) + mix * ("mix" in step.train)
-        frozen = parameters + maps + mix - trainable
+    lora = lora_parameters(student, step.lora if isinstance(step, FinetuneStep | DistillStep) else None)
+    trainable = _trainable(step, student, lora)
+    frozen = student.total + lora - trainable
+    exact = student.maps + student.mix  # float32 in any model
+    if step.trains_masters:
+        weights = FLOAT32 * (frozen + trainable)
     else:
-        new = (maps + mix) * step.train_maps
-        trainable = new + (parameters if step.full else lora)
-        frozen = (0 if step.full else parameters) + maps + mix - new
+        low = max(0, frozen - exact)
+        weights = _weight_bytes(recipe) * low + FLOAT32 * (frozen - low + trainable)
+    if step.needs_teacher:
+        weights += _weight_bytes(recipe) * parameters
+    length = step.row_length(recipe.data.length)
     memory = Memory(
-        weights=_weight_bytes(recipe) * frozen + FLOAT32 * trainable,
+        weights=weights,
         gradients=FLOAT32 * trainable,
         optimizer=ADAMW_BYTES * trainable,
-        activations=_activations(step, recipe, config, spec, shapes),
+        activations=_activations(step, recipe, config, student.spec, shapes, length),
     )
     return StagePlan(
         name=step.kind,
         trainable=trainable,
         tokens=step.tokens,
         epochs=step.epochs,
-        optimizer_steps=step.optimizer_steps(recipe.data.length),
+        optimizer_steps=step.optimizer_steps(length),
         memory=memory,
     )
 
 
-def _lora_parameters(step: TransferStep | FinetuneStep, family: Family, base: PreTrainedModel) -> int:
-    """rank·(in + out) for each adapted projection of each layer."""
-    if not isinstance(step, FinetuneStep) or step.lora is None:
-        return 0
-    projections = [
-        attention.get_submodule(name)
-        for attention in family.attention_modules(base)
-        for name in family.lora_targets(step.lora.on)
-    ]
-    return sum(
-        step.lora.rank * (projection.in_features + projection.out_features)
-        for projection in projections
-        if isinstance(projection, nn.Linear)
-    )
+def _trainable(step: TrainingStep, student: Student, lora: int) -> int:
+    match step:
+        case TransferStep() if step.whole_mixers:
+            return student.candidates
+        case TransferStep():
+            return student.maps * ("maps" in step.train) + student.mix * ("mix" in step.train)
+        case FinetuneStep():
+            new = student.maps + student.mix
+            return new * step.train_maps + (student.total - new if step.full else lora)
+        case DistillStep() if step.lora is not None:
+            return lora + student.groups
+        case DistillStep() if step.train == "mixers":
+            return student.mixers
+        case _:
+            return student.total
 
 
 def _activations(
-    step: TransferStep | FinetuneStep,
+    step: TrainingStep,
     recipe: Recipe,
     config: PretrainedConfig,
     spec: ResolvedSpec,
     shapes: Sequence[AttentionShape],
+    length: int,
 ) -> int:
     b = _weight_bytes(recipe)
-    tokens = step.batch.micro_rows * recipe.data.length
+    tokens = step.batch.micro_rows * length
     mixers = [
         sum(_mixer_bytes(group, shape) for group in layer.groups)
         for layer, shape in zip(spec.layers, shapes, strict=True)
@@ -253,7 +281,13 @@ def _activations(
 
 
 def _mixer_bytes(group: GroupSpec, shape: AttentionShape) -> int:
-    """Bytes a token that the new attention keeps for its backward, all in float32; 0 for a softmax group."""
+    """Bytes a token that the new attention keeps for its backward, all in float32; 0 for a softmax group.
+
+    Recurrent attention: q, k, v, gates and outputs, and the states at the chunks' borders.
+    """
+    if group.recurrent:
+        heads, dim = int(group.heads), shape.head_dim
+        return FLOAT32 * (6 * heads * dim + heads * dim * dim // RECURRENT_CHUNK)
     if group.feature_map is None:
         return 0
     assert group.feature_map.features is not None

@@ -23,13 +23,13 @@ def window_control(
     """The student's spec with every layer that is not plain full softmax replaced by a window of the same bytes, SINKS of
     its keys being sinks; None where a layer's bytes do not hold a single key besides them.
 
-    Full softmax layers stay, so in a layer-wise hybrid only the other layers become windows. Where the teacher itself
+    Full softmax layers are the teacher's own, so in a layer-wise hybrid only the other layers become windows. Where the teacher itself
     sees a shorter window, its own is kept.
     """
     layers = []
     for layer, shape in zip(spec.layers, shapes, strict=True):
         if all(group.attention == "softmax" and group.window is None for group in layer.groups):
-            layers.append(layer)
+            layers.append(LayerSpec(groups=(GroupSpec(attention="softmax", heads=shape.heads),)))
             continue
         size = _keys(layer, shape, dtype_bytes) - SINKS
         if size < 1:

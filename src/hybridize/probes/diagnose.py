@@ -184,11 +184,15 @@ def diagnose(
 
 def _teachers(
     subject: Subject, hybrid: HybridForCausalLM, run: _Run
-) -> tuple[Measured, dict[str, Need], list[Control], list[str]]:
-    """The teacher's measurements, what it needs of the far past, and the controls made from it."""
+) -> tuple[Measured | None, dict[str, Need], list[Control], list[str]]:
+    """The teacher's measurements (None where there is no teacher), what it needs of the far past, and the controls made
+    from it."""
     needs: dict[str, Need] = {}
     controls: list[Control] = []
     notes = []
+    if subject.load_teacher is None and not all(layer.keeps_projections for layer in hybrid.spec.layers):
+        notes.append("the teacher is not known, so there is nothing to compare with and no control")
+        return None, needs, controls, notes
     if subject.load_teacher is None:
         notes.append(
             "the teacher is not known: the student's own weights under full softmax stand in for it, and there are no controls"

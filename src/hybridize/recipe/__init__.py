@@ -8,36 +8,40 @@ from hybridize.recipe.files import (
     recipe_path,
 )
 from hybridize.recipe.schema import Evaluation, Header, Recipe, RecipeError, json_schema
-from hybridize.recipe.steps import (
-    Batch,
-    Constant,
-    Cosine,
+from hybridize.recipe.stages import (
+    DistillStep,
     EarlyStopping,
-    EditStep,
     FinetuneStep,
+    LongContextStep,
     Lora,
     Objective,
-    Plateau,
-    TrainingStep,
     TransferStep,
     WindowDropout,
 )
+from hybridize.recipe.steps import AnyStep, EditStep, KnowledgeProbe, RecallProbe, SelectStep
+from hybridize.recipe.training import Batch, Constant, Cosine, Plateau, TrainingStep
 
 __all__ = [
+    "AnyStep",
     "Batch",
     "Constant",
     "Cosine",
+    "DistillStep",
     "EarlyStopping",
     "EditStep",
     "Evaluation",
     "FinetuneStep",
     "Header",
+    "KnowledgeProbe",
+    "LongContextStep",
     "Lora",
     "Objective",
     "Plateau",
+    "RecallProbe",
     "Recipe",
     "RecipeError",
     "RecipeFile",
+    "SelectStep",
     "TrainingStep",
     "TransferStep",
     "WindowDropout",

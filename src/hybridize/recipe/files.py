@@ -14,9 +14,7 @@ import yaml
 
 from hybridize.problems import nearest
 from hybridize.recipe.schema import Header, Recipe, RecipeError
-from hybridize.recipe.steps import FinetuneStep, TransferStep
-
-_STEP_KINDS = (TransferStep.kind, FinetuneStep.kind)
+from hybridize.recipe.steps import KINDS
 
 
 @dataclass(frozen=True)
@@ -152,7 +150,7 @@ def _parts(raw: Any, path: str) -> list[str]:
     parts = re.findall(r"[^.\[\]]+", path)
     if not parts:
         raise ValueError("the path is empty")
-    if parts[0] in _STEP_KINDS:
+    if parts[0] in KINDS:
         return ["steps", str(_only_step(raw, parts[0])), *parts]
     return parts
 

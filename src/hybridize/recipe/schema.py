@@ -8,7 +8,7 @@ and source.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 import yaml
@@ -17,8 +17,11 @@ from pydantic import Field, PrivateAttr, ValidationError, model_validator
 from hybridize.data.spec import DataSpec
 from hybridize.extend.window import with_window
 from hybridize.problems import describe
-from hybridize.recipe.steps import EditStep, FinetuneStep, Step, TrainingStep, TransferStep
-from hybridize.spec import Frozen, GroupSpec, HybridSpec, SeparateNormalizer, first_far_position
+from hybridize.recipe import checks
+from hybridize.recipe.stages import DistillStep, FinetuneStep, LongContextStep, TransferStep
+from hybridize.recipe.steps import EditStep, SelectStep, Step
+from hybridize.select.rules import uniform
+from hybridize.spec import Frozen, GroupSpec, HybridSpec, LayerSpec, first_far_position
 
 
 class RecipeError(ValueError):
@@ -28,6 +31,14 @@ class RecipeError(ValueError):
         self.source = source
         self.problems = problems
         super().__init__(f"{source}: " + "; ".join(problems))
+
+
+class _Problems(ValueError):
+    """Several problems of a recipe whose keys and values are all right."""
+
+    def __init__(self, problems: list[str]) -> None:
+        self.problems = problems
+        super().__init__("; ".join(problems))
 
 
 class Evaluation(Frozen):
@@ -56,12 +67,6 @@ class Header:
     notes: str = ""
 
 
-def groups_of(spec: HybridSpec) -> list[GroupSpec]:
-    """Every head group that a spec names, with its attention's defaults written out."""
-    layers = [spec.all, *spec.layers.values()]
-    return [group.completed() for layer in layers for group in layer.groups]
-
-
 class Recipe(Frozen):
     """One conversion. `name` is the file's stem, `header` its leading comment lines."""
 
@@ -85,11 +90,8 @@ class Recipe(Frozen):
                 except (ValueError, ValidationError) as error:
                     reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
                     raise ValueError(f"steps[{index}].edit: {reason}") from None
-        problems = (
-            [*self._far_problems(), *self._nothing_to_train(), *self._nothing_to_drop()] if self.steps else []
-        )
-        if problems:
-            raise ValueError("; ".join(problems))
+        if problems := checks.problems(self):
+            raise _Problems(problems)
         return self
 
     @property
@@ -101,17 +103,42 @@ class Recipe(Frozen):
         return self._header
 
     @property
-    def training_steps(self) -> list[TransferStep | FinetuneStep]:
+    def training_steps(self) -> list[TransferStep | FinetuneStep | DistillStep | LongContextStep]:
         """The steps that train, in order."""
-        return [step for step in self.steps if not isinstance(step, EditStep)]
+        return [step for step in self.steps if not isinstance(step, EditStep | SelectStep)]
 
     def spec_before(self, index: int) -> HybridSpec:
-        """The spec that step `index` finds: `spec` with the edits of the steps before it. `len(steps)`: the last one's."""
+        """The spec that step `index` finds: `spec` with the edits of the steps before it. `len(steps)`: the last one's.
+
+        Which layers a `select` keeps is not known here: `kept` stays apart, see `layers_before`.
+        """
         spec = self.spec
         for step in self.steps[:index]:
             if isinstance(step, EditStep):
                 spec = with_window(spec, step.window, step.normalizer)
         return spec
+
+    def selected_before(self, index: int) -> SelectStep | None:
+        """The select among the steps before `index`."""
+        return next((step for step in self.steps[:index] if isinstance(step, SelectStep)), None)
+
+    def assumed_before(self, index: int, layers: int) -> HybridSpec:
+        """`spec_before`, with as many of `layers` layers kept as a `select` keeps. Which ones is a guess (evenly spaced)
+        unless the recipe names them. Raises ValueError where it keeps more than there are."""
+        spec, select = self.spec_before(index), self.selected_before(index)
+        if select is None:
+            return spec
+        return spec.with_kept(select.layers or uniform(layers, select.count(layers)).kept)
+
+    def layers_before(self, index: int) -> list[LayerSpec]:
+        """Every kind of layer that step `index` finds, `kept` among them after a `select`."""
+        spec = self.spec_before(index)
+        kept = [spec.kept] if spec.kept is not None and self.selected_before(index) else []
+        return [spec.all, *spec.layers.values(), *kept]
+
+    def groups_before(self, index: int) -> list[GroupSpec]:
+        """Every head group that step `index` finds, with its attention's defaults written out."""
+        return [group.completed() for layer in self.layers_before(index) for group in layer.groups]
 
     @property
     def final_spec(self) -> HybridSpec:
@@ -121,7 +148,7 @@ class Recipe(Frozen):
     @property
     def first_far_position(self) -> int | None:
         """See `hybridize.spec.first_far_position`, of the finished student."""
-        return first_far_position(groups_of(self.final_spec))
+        return first_far_position(self.groups_before(len(self.steps)))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, every default written out; `Recipe.from_dict` takes it back."""
@@ -144,21 +171,30 @@ class Recipe(Frozen):
         try:
             return cls.model_validate(raw)
         except ValidationError as error:
-            raise RecipeError(source, describe(error, cls, raw)) from None
+            found = [problem.get("ctx", {}).get("error") for problem in error.errors()]
+            together = next((each.problems for each in found if isinstance(each, _Problems)), None)
+            raise RecipeError(source, together or describe(error, cls, raw)) from None
 
     def control(self) -> Recipe:
-        """The teacher with the same fine-tuning: what the text alone buys. It stops at no gain and drops no window."""
+        """The teacher with the same next-token training: what the text alone buys. It stops at no gain and drops no window.
+
+        Steps that follow the teacher (transfer, distill, long_context by `kl`) are left out: they would leave it as it is.
+        """
         softmax = HybridSpec.model_validate({"all": {"attention": "softmax"}})
         plain = {"window_dropout": None, "early_stopping": None, "gain_rows": 0}
-        steps = tuple(step.model_copy(update=plain) for step in self.steps if isinstance(step, FinetuneStep))
+        steps = tuple(
+            step.model_copy(update=plain) if isinstance(step, FinetuneStep) else step
+            for step in self.steps
+            if _reads_next_tokens(step)
+        )
         evaluation = self.evaluation.model_copy(update={"control": False}) if self.evaluation else None
         return self.model_copy(update={"spec": softmax, "steps": steps, "evaluation": evaluation})
 
     @property
     def wants_control(self) -> bool:
-        """Whether the teacher is to be given the same fine-tuning, and there is some."""
+        """Whether the teacher is to be given the same next-token training, and there is some."""
         asked = self.evaluation is not None and self.evaluation.control
-        return asked and any(isinstance(step, FinetuneStep) for step in self.steps)
+        return asked and any(_reads_next_tokens(step) for step in self.steps)
 
     def unsupported(self) -> list[str]:
         """What this recipe asks for that `convert` cannot do; `plan` works all the same."""
@@ -180,77 +216,10 @@ class Recipe(Frozen):
         if problems := self.unsupported():
             raise RecipeError(self.name, problems)
 
-    def _far_problems(self) -> list[str]:
-        """Windows, of the spec or of a schedule, that would leave the linear branch untrained at this length."""
-        windows = {}
-        for index, step in enumerate(self.steps):
-            if not isinstance(step, TrainingStep):
-                continue
-            for group in groups_of(self.spec_before(index)):
-                if group.attention != "windowed_linear" or group.window is None:
-                    continue
-                sizes = (
-                    step.window_dropout.window
-                    if isinstance(step, FinetuneStep) and step.window_dropout
-                    else ()
-                )
-                for size in sizes or (group.window.size,):
-                    windows[group.window.kind, size, group.window.sinks] = replace(group.window, size=size)
-        return [
-            f"data.length: with {self.data.length} tokens no query has a far key, so the linear branch would never train; "
-            f"the {window.kind} window of {window.size} needs at least {window.first_far_position + 1}"
-            for _, window in sorted(windows.items())
-            if window.first_far_position >= self.data.length
-        ]
 
-    def _nothing_to_train(self) -> list[str]:
-        problems = []
-        for index, step in enumerate(self.steps):
-            if not isinstance(step, TransferStep):
-                continue
-            trainable = _trainable(self.spec_before(index))
-            if not trainable & set(step.train):
-                without = f"the spec has no {' and no '.join(step.train)}"
-                problems.append(f"steps[{index}].transfer.train: nothing to train; {without}")
-            elif step.objective.against == "linear_only" and not (trainable - {"mix"}) & set(step.train):
-                problems.append(
-                    f"steps[{index}].transfer.train: nothing to train; objective.against: linear_only leaves mix out, add maps"
-                )
-        return problems
-
-    def _nothing_to_drop(self) -> list[str]:
-        problems = []
-        for index, step in enumerate(self.steps):
-            if not isinstance(step, FinetuneStep):
-                continue
-            groups = groups_of(self.spec_before(index))
-            if step.window_dropout is not None and all(
-                group.attention != "windowed_linear" for group in groups
-            ):
-                problems.append(
-                    f"steps[{index}].finetune.window_dropout: the spec has no windowed_linear attention to drop windows of"
-                )
-            if (
-                step.early_stopping is not None
-                and step.early_stopping.min_gain > 0
-                and all(group.attention != "windowed_linear" for group in groups)
-            ):
-                problems.append(
-                    f"steps[{index}].finetune.early_stopping: the spec has no layer with a window and a linear branch, so there is no "
-                    "linear gain to watch; set min_gain: 0"
-                )
-        return problems
-
-
-def _trainable(spec: HybridSpec) -> set[str]:
-    trainable = set()
-    for group in groups_of(spec):
-        if group.attention != "softmax":
-            trainable.add("maps")
-        fixed = isinstance(group.normalizer, SeparateNormalizer) and group.normalizer.mix == "fixed"
-        if group.attention == "windowed_linear" and not fixed:
-            trainable.add("mix")
-    return trainable
+def _reads_next_tokens(step: Step) -> bool:
+    """Whether the step trains on the text's own next tokens, which changes a teacher too."""
+    return isinstance(step, FinetuneStep) or (isinstance(step, LongContextStep) and step.objective == "ce")
 
 
 def json_schema() -> dict[str, Any]:

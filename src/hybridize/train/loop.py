@@ -9,8 +9,6 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,28 +19,15 @@ from hybridize.atomic import atomic_write
 from hybridize.train import checkpoint, optim
 from hybridize.train.metrics import Display, Logs, Window
 from hybridize.train.process import command_line, hold_interrupt, peak_memory, seed_all
-from hybridize.train.stage import NonFiniteError, Stage, TrainConfig, TrainResult
-
-Batches = Iterable[Any] | Callable[[int], Iterator[Any]]
-
-
-@dataclass
-class Progress:
-    """The counters a checkpoint stores."""
-
-    step: int = 0
-    tokens: int = 0
-    elapsed: float = 0.0
-    busy: float = 0.0
-    logged_tokens: int = 0
-    logged_busy: float = 0.0
-    best_step: int | None = None
-    best_metric: float | None = None
-    validated_step: int | None = None
-    final_metric: float | None = None
-    best_guard: float | None = None
-    not_good: int = 0
-    stopped: str | None = None
+from hybridize.train.stage import (
+    Batches,
+    NonFiniteError,
+    Progress,
+    Stage,
+    TrainConfig,
+    TrainResult,
+    batches_from,
+)
 
 
 def train(
@@ -65,7 +50,7 @@ def train(
         ValueError: the folder belongs to another configuration, or the data are empty.
     """
     run = _Run(stage, config, Path(folder))
-    iterator = _batches_from(batches, run.done.step, config.micro_batches)
+    iterator = batches_from(batches, run.done.step, config.micro_batches)
     total = config.steps or config.tokens or 0
     display = Display(
         stage.name, total, run.position, enabled=progress, unit="steps" if config.steps else "tokens"
@@ -183,28 +168,25 @@ class _Run:
         """One synchronisation for all steps since the last check."""
         if not self.pending:
             return
-        flags = torch.stack(
-            [torch.isfinite(loss + norms.sum()) for _, _, loss, norms in self.pending]
-        ).tolist()
+        # squares may overflow where the norms are finite: what clips is the total norm
+        sums = [loss + torch.linalg.vector_norm(norms) for _, _, loss, norms in self.pending]
         pending, self.pending = self.pending, []
-        for (number, names, loss, norms), good in zip(pending, flags, strict=True):
-            if good:
-                continue
-            bad = [
-                name for name, value in zip(names, norms.tolist(), strict=True) if not math.isfinite(value)
-            ]
-            parts = [f"loss {loss.item():.4g}"]
-            if bad:
-                parts.append(f"first non-finite gradient in {bad[0]} ({len(bad)} of {len(names)} parameters)")
-            for name, value in self.window.read().items():
-                layers = (
-                    [i for i, x in enumerate(value) if not math.isfinite(x)]
-                    if isinstance(value, list)
-                    else []
-                )
-                if layers:
-                    parts.append(f"{name} is not finite from layer {layers[0]} on")
-            self._not_finite(number, "; ".join(parts), bad)
+        good = torch.stack(sums).isfinite().tolist()
+        if all(good):
+            return
+        number, names, loss, norms = pending[good.index(False)]
+        bad = [name for name, value in zip(names, norms.tolist(), strict=True) if not math.isfinite(value)]
+        parts = [f"loss {loss.item():.4g}"]
+        if not (norm := torch.linalg.vector_norm(norms)).isfinite():
+            parts.append(f"gradient norm {norm.item():.4g}")
+        if bad:
+            parts.append(f"first non-finite gradient in {bad[0]} ({len(bad)} of {len(names)} parameters)")
+        for name, value in self.window.read().items():
+            values = value if isinstance(value, list) else []
+            layers = [layer for layer, x in enumerate(values) if not math.isfinite(x)]
+            if layers:
+                parts.append(f"{name} is not finite from layer {layers[0]} on")
+        self._not_finite(number, "; ".join(parts), bad)
 
     def _not_finite(self, step: int, what: str, parameters: list[str]) -> None:
         check = getattr(self.stage, "check", None)
@@ -411,12 +393,6 @@ class _Run:
         self.done.elapsed += now - self.tick
         self.done.busy += (now - self.tick) * busy
         self.tick = now
-
-
-def _batches_from(batches: Batches, step: int, micro_batches: int) -> Iterator[Any]:
-    if callable(batches):
-        return iter(batches(step))
-    return itertools.islice(iter(batches), step * micro_batches, None)
 
 
 def _under(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

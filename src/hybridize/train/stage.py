@@ -4,13 +4,18 @@ Vectors over layers have the shape `[L]`.
 """
 
 import dataclasses
+import itertools
 import json
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from hybridize.train import optim
+
+Batches = Iterable[Any] | Callable[[int], Iterator[Any]]
+"""Micro-batches, or a function that gives them from an optimizer step on."""
 
 
 @dataclass
@@ -136,6 +141,25 @@ class TrainConfig:
 
 
 @dataclass
+class Progress:
+    """The counters a checkpoint stores."""
+
+    step: int = 0
+    tokens: int = 0
+    elapsed: float = 0.0
+    busy: float = 0.0
+    logged_tokens: int = 0
+    logged_busy: float = 0.0
+    best_step: int | None = None
+    best_metric: float | None = None
+    validated_step: int | None = None
+    final_metric: float | None = None
+    best_guard: float | None = None
+    not_good: int = 0
+    stopped: str | None = None
+
+
+@dataclass
 class TrainResult:
     """The outcome, also written to `result.json`. Seconds are wall time over all sessions, validation and saving included;
     tokens_per_second counts training steps only. `stopped` says why a run ended before its budget. Memory is the device's
@@ -160,3 +184,10 @@ class NonFiniteError(RuntimeError):
     def __init__(self, message: str, step: int, parameters: list[str]):
         super().__init__(message)
         self.step, self.parameters = step, parameters
+
+
+def batches_from(batches: Batches, step: int, micro_batches: int) -> Iterator[Any]:
+    """The micro-batches from optimizer step `step` on."""
+    if callable(batches):
+        return iter(batches(step))
+    return itertools.islice(iter(batches), step * micro_batches, None)

@@ -10,13 +10,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from hybridize.ops.decay import chunked, dense, fla, reference
-from hybridize.ops.decay.state import DecayState, empty_decay
+from hybridize.ops.decay.state import DecayState
+from hybridize.ops.kernels import select
+from hybridize.ops.recurrence import check_step, sequences_of
 from hybridize.ops.sequences import Sequences
-from hybridize.ops.types import Impl, Result, check_qkv, outside_autocast, resolve_impl
+from hybridize.ops.types import Impl, Result, check_qkv, outside_autocast
 
-__all__ = ["DecayState", "coefficients", "empty_decay", "forward", "step"]
-
-IMPLEMENTATIONS = {"fla": fla, "chunked": chunked, "reference": reference}
+IMPLEMENTATIONS = {"chunked": chunked, "reference": reference, "fla": fla}
 
 
 @outside_autocast
@@ -36,18 +36,15 @@ def forward(
 
     `log_decay` is finite and at most 0: `[H]` (fixed), `[B, T, H]` (a scalar a token) or `[B, T, H, D]` (a value a key
     channel). Returns `o_BTHV` in v's dtype and, with `return_state`, the float32 state after the last token. `sequences`
-    says how the tokens divide into sequences (default: dense rows, continuing `state`). `auto` takes
-    flash-linear-attention on CUDA where it is installed, else `chunked`. Raises ValueError for shapes that do not fit.
+    says how the tokens divide into sequences (default: dense rows, continuing `state`). `auto` takes fla's
+    kernels for 16-bit values on CUDA, `chunked` otherwise. Raises ValueError for shapes that do not fit and for an
+    `impl` that cannot run.
     """
     check_qkv(q_BTHD, k_BTGD, v_BTGV)
     check_log_decay(q_BTHD, log_decay)
-    if sequences is None:
-        starts = state.lengths_N.tolist() if state is not None else None
-        sequences = Sequences.dense(q_BTHD.shape[0], q_BTHD.shape[1], starts, q_BTHD.device)
-    check_state(q_BTHD, v_BTGV, state, len(sequences))
-    module = IMPLEMENTATIONS[choose(impl, q_BTHD)]
-    tensors = q_BTHD, k_BTGD, v_BTGV, log_decay
-    result: Result = module.forward(*tensors, sequences, state, return_state, scale=scale)
+    sequences = sequences_of(q_BTHD, v_BTGV, sequences, state)
+    module = select(impl, IMPLEMENTATIONS, q_BTHD, v_BTGV)
+    result: Result = module.forward(q_BTHD, k_BTGD, v_BTGV, log_decay, scale, sequences, state, return_state)
     return result
 
 
@@ -58,10 +55,8 @@ def step(
     """One token a row; the state holds every earlier one. `log_decay` is `[H]`, `[B, 1, H]` or `[B, 1, H, D]`."""
     check_qkv(q_B1HD, k_B1GD, v_B1GV)
     check_log_decay(q_B1HD, log_decay)
-    check_state(q_B1HD, v_B1GV, state, q_B1HD.shape[0])
-    if q_B1HD.shape[1] != 1:
-        raise ValueError(f"q has {q_B1HD.shape[1]} tokens a row; a step takes 1")
-    return chunked.step(q_B1HD, k_B1GD, v_B1GV, log_decay, state, scale=scale)
+    check_step("q", q_B1HD, v_B1GV, state)
+    return chunked.step(q_B1HD, k_B1GD, v_B1GV, log_decay, state, scale)
 
 
 @outside_autocast
@@ -74,14 +69,6 @@ def coefficients(
     return dense.coefficients(q_BTHD, k_BTGD, log_decay, rows, scale)
 
 
-def choose(impl: str, q_BTHD: Tensor) -> str:
-    """The implementation's name; `fla` only where it can run."""
-    if impl == "fla":
-        fla.require(q_BTHD)
-        return impl
-    return resolve_impl(impl, [name for name in IMPLEMENTATIONS if name != "fla" or fla.available(q_BTHD)])
-
-
 def check_log_decay(q_BTHD: Tensor, log_decay: Tensor) -> None:
     """Refuse decays whose shape does not fit q, and growth where that is known without waiting for a device."""
     rows, tokens, heads, dim = q_BTHD.shape
@@ -91,12 +78,3 @@ def check_log_decay(q_BTHD: Tensor, log_decay: Tensor) -> None:
         raise ValueError(f"log_decay has shape {list(log_decay.shape)}; allowed are {shapes}")
     if log_decay.dim() == 1 and log_decay.device.type == "cpu" and bool((log_decay > 0).any()):
         raise ValueError(f"log_decay reaches {float(log_decay.max()):g}; it must be at most 0")
-
-
-def check_state(q_BTHD: Tensor, v_BTGV: Tensor, state: DecayState | None, rows: int) -> None:
-    """Refuse a state of another call's shape."""
-    if state is None:
-        return
-    needed = [rows, q_BTHD.shape[2], q_BTHD.shape[3], v_BTGV.shape[3]]
-    if list(state.S_NHDV.shape) != needed:
-        raise ValueError(f"state holds S of shape {list(state.S_NHDV.shape)}; this call needs {needed}")

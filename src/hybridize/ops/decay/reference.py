@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridize.ops.decay.state import DecayState, empty_decay
+from hybridize.ops.decay.state import DecayState
 from hybridize.ops.sequences import Sequences
 from hybridize.ops.types import Result, compute_dtype
 
@@ -15,11 +15,10 @@ def forward(
     k_BTGD: Tensor,
     v_BTGV: Tensor,
     log_decay: Tensor,
+    scale: float,
     sequences: Sequences,
     state: DecayState | None,
     return_state: bool,
-    *,
-    scale: float,
 ) -> Result:
     dtype, heads = compute_dtype(q_BTHD), q_BTHD.shape[2]
     q, k, v = (x.flatten(0, 1).to(dtype) for x in (q_BTHD, k_BTGD, v_BTGV))
@@ -27,7 +26,7 @@ def forward(
     decay = log_decay.to(dtype).exp()
     decay_PHX = decay.expand(len(q), -1) if decay.dim() == 1 else decay.flatten(0, 1)
     decay_PHX = decay_PHX if decay_PHX.dim() == 3 else decay_PHX[..., None]  # X: 1 or D
-    state = state or empty_decay(len(sequences), heads, q.shape[-1], v.shape[-1], dtype, q.device)
+    state = state or DecayState.empty(len(sequences), heads, q.shape[-1], v.shape[-1], dtype, q.device)
     outputs, finals = [], []
     for n, (begin, length) in enumerate(zip(sequences.bounds, sequences.lengths, strict=False)):
         S_HDV = state.S_NHDV[n]
@@ -39,5 +38,4 @@ def forward(
     o = o.to(v_BTGV.dtype).unflatten(0, q_BTHD.shape[:2])
     if not return_state:
         return Result(o)
-    lengths = state.lengths_N + sequences.tensor("lengths")
-    return Result(o, DecayState(lengths_N=lengths, S_NHDV=torch.stack(finals)))
+    return Result(o, state.after(sequences.tensor("lengths"), torch.stack(finals)))

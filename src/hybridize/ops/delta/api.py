@@ -10,14 +10,14 @@ Legend: B rows, T tokens, H query heads, G KV heads, D key dim, V value dim, N s
 
 from __future__ import annotations
 
-from types import ModuleType
-
 from torch import Tensor
 
 from hybridize.ops.delta import chunked, fla, reference
 from hybridize.ops.delta.state import DeltaState
+from hybridize.ops.kernels import select
+from hybridize.ops.recurrence import check_step, sequences_of
 from hybridize.ops.sequences import Sequences
-from hybridize.ops.types import Impl, Result, check_qkv, outside_autocast, resolve_impl
+from hybridize.ops.types import Impl, Result, check_qkv, outside_autocast
 
 IMPLEMENTATIONS = {"chunked": chunked, "reference": reference, "fla": fla}
 
@@ -43,12 +43,10 @@ def forward(
     values on CUDA, `chunked` otherwise. Raises ValueError for shapes that do not fit and for an `impl` that cannot run.
     """
     check(q_BTHD, k_BTGD, v_BTGV, g, beta)
-    if sequences is None:
-        starts = state.lengths_N.tolist() if state is not None else None
-        sequences = Sequences.dense(q_BTHD.shape[0], q_BTHD.shape[1], starts, q_BTHD.device)
-    check_state(q_BTHD, v_BTGV, state, len(sequences))
-    module = select(impl, q_BTHD, v_BTGV)
-    return module.forward(q_BTHD, k_BTGD, v_BTGV, g, beta, scale, sequences, state, return_state)
+    sequences = sequences_of(q_BTHD, v_BTGV, sequences, state)
+    module = select(impl, IMPLEMENTATIONS, q_BTHD, v_BTGV)
+    result: Result = module.forward(q_BTHD, k_BTGD, v_BTGV, g, beta, scale, sequences, state, return_state)
+    return result
 
 
 @outside_autocast
@@ -64,9 +62,7 @@ def step(
 ) -> Result:
     """One token a row; the state holds every earlier one."""
     check(q_B1HD, k_B1GD, v_B1GV, g, beta)
-    check_state(q_B1HD, v_B1GV, state, q_B1HD.shape[0])
-    if q_B1HD.shape[1] != 1:
-        raise ValueError(f"q has {q_B1HD.shape[1]} tokens a row; a step takes 1")
+    check_step("q", q_B1HD, v_B1GV, state)
     return chunked.step(q_B1HD, k_B1GD, v_B1GV, g, beta, state, scale)
 
 
@@ -79,16 +75,6 @@ def coefficients(
     return chunked.coefficients(q_BTHD, k_BTGD, g, beta, rows, scale)
 
 
-def select(impl: str, q: Tensor, v: Tensor) -> ModuleType:
-    """`auto` takes the kernels only where they cost no precision that the values have."""
-    refusal = fla.refusal(q, v)
-    if impl == "auto" and refusal is None and v.dtype.itemsize == 2:
-        return fla
-    if impl == "fla" and refusal is not None:
-        raise ValueError(f"impl is 'fla'; {refusal}")
-    return IMPLEMENTATIONS[resolve_impl(impl, tuple(IMPLEMENTATIONS))]
-
-
 def check(q_BTHD: Tensor, k_BTGD: Tensor, v_BTGV: Tensor, g: Tensor, beta: Tensor) -> None:
     """Refuse shapes that do not fit, naming the argument."""
     check_qkv(q_BTHD, k_BTGD, v_BTGV)
@@ -99,10 +85,3 @@ def check(q_BTHD: Tensor, k_BTGD: Tensor, v_BTGV: Tensor, g: Tensor, beta: Tenso
         )
     if tuple(beta.shape) != heads:
         raise ValueError(f"beta has shape {tuple(beta.shape)}; it must be {heads}")
-
-
-def check_state(q_BTHD: Tensor, v_BTGV: Tensor, state: DeltaState | None, rows: int) -> None:
-    """Refuse a state of other rows, heads or dims."""
-    needed = (rows, *q_BTHD.shape[2:], v_BTGV.shape[3])
-    if state is not None and tuple(state.S_NHDV.shape) != needed:
-        raise ValueError(f"state holds S of shape {tuple(state.S_NHDV.shape)}; the call needs {needed}")

@@ -13,10 +13,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hybridize.ops.delta.affine import Affine, attend
-from hybridize.ops.delta.affine import coefficients as affine_coefficients
-from hybridize.ops.delta.pairs import from_start, pair_weights, to_end
-from hybridize.ops.delta.state import DeltaState, empty_delta
+from hybridize.ops.affine import Affine, attend
+from hybridize.ops.affine import coefficients as affine_coefficients
+from hybridize.ops.decayed_pairs import from_start, pair_weights, to_end
+from hybridize.ops.delta.state import DeltaState
 from hybridize.ops.grid import Grid, get_grid
 from hybridize.ops.sequences import Sequences
 from hybridize.ops.slabs import in_slabs
@@ -56,12 +56,12 @@ def _forward(
     maps = chunk_maps(grid, q_BTHD, k_BTGD, g, beta_BTH, scale)
     v = grid.lay_keys(v_BTGV.flatten(0, 1)).to(dtype)
     v_MHCV = v.repeat_interleave(heads // v.shape[1], 1)
-    state = state or empty_delta(len(sequences), heads, q_BTHD.shape[3], v.shape[-1], dtype, v.device)
+    state = state or DeltaState.empty(len(sequences), heads, q_BTHD.shape[3], v.shape[-1], dtype, v.device)
     o, S = attend(grid, maps, v_MHCV, state.S_NHDV.to(dtype))
     o = grid.gather(o).to(v_BTGV.dtype).unflatten(0, q_BTHD.shape[:2])
     if not return_state:
         return Result(o)
-    return Result(o, DeltaState(lengths_N=state.lengths_N + sequences.tensor("lengths"), S_NHDV=S))
+    return Result(o, state.after(sequences.tensor("lengths"), S))
 
 
 def chunk_maps(
@@ -108,4 +108,4 @@ def step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: DeltaS
     held_BHV = (k_BHD[..., None, :] @ S).squeeze(-2)
     S = S + k_BHD[..., None] * (beta_BH[..., None] * (v_BHV - held_BHV))[..., None, :]
     o = (scale * q_BHD[..., None, :] @ S).squeeze(-2).to(v.dtype)[:, None]
-    return Result(o, DeltaState(lengths_N=state.lengths_N + 1, S_NHDV=S))
+    return Result(o, state.after(1, S))

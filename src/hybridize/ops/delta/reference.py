@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridize.ops.delta.state import DeltaState, empty_delta
+from hybridize.ops.delta.state import DeltaState
 from hybridize.ops.sequences import Sequences
 from hybridize.ops.types import Result, compute_dtype
 
@@ -25,7 +25,7 @@ def forward(
     q, k, v, g, beta = (x.flatten(0, 1).to(dtype) for x in (q_BTHD, k_BTGD, v_BTGV, g, beta_BTH))
     k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
     decay = g.exp() if g.dim() == 3 else g.exp()[..., None]  # [P, H, D] or [P, H, 1]
-    state = state or empty_delta(len(sequences), heads, q.shape[-1], v.shape[-1], dtype, q.device)
+    state = state or DeltaState.empty(len(sequences), heads, q.shape[-1], v.shape[-1], dtype, q.device)
     outputs, states = [v.new_zeros(0, heads, v.shape[-1])], []
     for n, (begin, length) in enumerate(zip(sequences.bounds, sequences.lengths, strict=False)):
         S_HDV = state.S_NHDV[n].to(dtype)
@@ -39,5 +39,4 @@ def forward(
     o = torch.cat(outputs).to(v_BTGV.dtype).unflatten(0, q_BTHD.shape[:2])
     if not return_state:
         return Result(o)
-    lengths = state.lengths_N + sequences.tensor("lengths")
-    return Result(o, DeltaState(lengths_N=lengths, S_NHDV=torch.stack(states)))
+    return Result(o, state.after(sequences.tensor("lengths"), torch.stack(states)))

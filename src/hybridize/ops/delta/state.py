@@ -4,23 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from hybridize.ops.types import State
+from hybridize.ops.recurrence import RecurrentState
 
 
 @dataclass
-class DeltaState(State):
-    """`S_NHDV`: what the tokens so far have written, as a map from keys to values; float32."""
-
-    S_NHDV: Tensor
-
-
-def empty_delta(
-    rows: int, heads: int, dim: int, values: int, dtype: torch.dtype, device: torch.device
-) -> DeltaState:
-    return DeltaState(
-        lengths_N=torch.zeros(rows, dtype=torch.int64, device=device),
-        S_NHDV=torch.zeros(rows, heads, dim, values, dtype=dtype, device=device),
-    )
+class DeltaState(RecurrentState):
+    """See `RecurrentState`."""

@@ -11,14 +11,14 @@ Legend: B rows, T tokens, H heads, D key dim, V value dim, N sequences.
 
 from __future__ import annotations
 
-from types import ModuleType
-
 from torch import Tensor
 
 from hybridize.ops.dplr import chunked, fla, reference
 from hybridize.ops.dplr.state import DplrState
+from hybridize.ops.kernels import select
+from hybridize.ops.recurrence import check_step, sequences_of
 from hybridize.ops.sequences import Sequences
-from hybridize.ops.types import Impl, Result, outside_autocast, resolve_impl
+from hybridize.ops.types import Impl, Result, outside_autocast
 
 IMPLEMENTATIONS = {"chunked": chunked, "reference": reference, "fla": fla}
 
@@ -44,15 +44,13 @@ def forward(
     the tokens divide into sequences (default: dense rows, continuing `state`). `auto` takes fla's kernels for 16-bit
     values on CUDA, `chunked` otherwise. Raises ValueError for shapes that do not fit and for an `impl` that cannot run.
     """
-    check(r_BTHD, w=w_BTHD, k=k_BTHD, a=a_BTHD, b=b_BTHD)
-    if sequences is None:
-        starts = state.lengths_N.tolist() if state is not None else None
-        sequences = Sequences.dense(r_BTHD.shape[0], r_BTHD.shape[1], starts, r_BTHD.device)
-    check_values(r_BTHD, v_BTHV, state, len(sequences))
-    module = select(impl, r_BTHD, v_BTHV)
-    return module.forward(
+    check(r_BTHD, v_BTHV, w=w_BTHD, k=k_BTHD, a=a_BTHD, b=b_BTHD)
+    sequences = sequences_of(r_BTHD, v_BTHV, sequences, state)
+    module = select(impl, IMPLEMENTATIONS, r_BTHD, v_BTHV)
+    result: Result = module.forward(
         r_BTHD, w_BTHD, k_BTHD, v_BTHV, a_BTHD, b_BTHD, scale, sequences, state, return_state
     )
+    return result
 
 
 @outside_autocast
@@ -68,10 +66,8 @@ def step(
     scale: float,
 ) -> Result:
     """One token a row; the state holds every earlier one."""
-    check(r_B1HD, w=w_B1HD, k=k_B1HD, a=a_B1HD, b=b_B1HD)
-    check_values(r_B1HD, v_B1HV, state, r_B1HD.shape[0])
-    if r_B1HD.shape[1] != 1:
-        raise ValueError(f"r has {r_B1HD.shape[1]} tokens a row; a step takes 1")
+    check(r_B1HD, v_B1HV, w=w_B1HD, k=k_B1HD, a=a_B1HD, b=b_B1HD)
+    check_step("r", r_B1HD, v_B1HV, state)
     return chunked.step(r_B1HD, w_B1HD, k_B1HD, v_B1HV, a_B1HD, b_B1HD, state, scale)
 
 
@@ -87,34 +83,17 @@ def coefficients(
     scale: float,
 ) -> Tensor:
     """Coefficients `A_BHQS` of v for the queries in `rows`, o = A v, of dense rows that start from nothing; any sign."""
-    check(r_BTHD, w=w_BTHD, k=k_BTHD, a=a_BTHD, b=b_BTHD)
+    check(r_BTHD, k_BTHD, w=w_BTHD, k=k_BTHD, a=a_BTHD, b=b_BTHD)
     return chunked.coefficients(r_BTHD, w_BTHD, k_BTHD, a_BTHD, b_BTHD, rows, scale)
 
 
-def select(impl: str, r: Tensor, v: Tensor) -> ModuleType:
-    """`auto` takes the kernels only where they cost no precision that the values have."""
-    refusal = fla.refusal(r, v)
-    if impl == "auto" and refusal is None and v.dtype.itemsize == 2:
-        return fla
-    if impl == "fla" and refusal is not None:
-        raise ValueError(f"impl is 'fla'; {refusal}")
-    return IMPLEMENTATIONS[resolve_impl(impl, tuple(IMPLEMENTATIONS))]
-
-
-def check(r_BTHD: Tensor, **others_BTHD: Tensor) -> None:
+def check(r_BTHD: Tensor, v_BTHV: Tensor, **others_BTHD: Tensor) -> None:
     """Refuse shapes that do not fit, naming the argument."""
     if r_BTHD.dim() != 4:
         raise ValueError(f"r has shape {tuple(r_BTHD.shape)}; it must be [B, T, heads, dim]")
     for name, tensor in others_BTHD.items():
         if tensor.shape != r_BTHD.shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be r's, {tuple(r_BTHD.shape)}")
-
-
-def check_values(r_BTHD: Tensor, v_BTHV: Tensor, state: DplrState | None, rows: int) -> None:
-    """Refuse values and states of other rows, heads or dims."""
     if v_BTHV.dim() != 4 or v_BTHV.shape[:3] != r_BTHD.shape[:3]:
         shape = ", ".join(map(str, r_BTHD.shape[:3]))
         raise ValueError(f"v has shape {tuple(v_BTHV.shape)}; it must be ({shape}, V)")
-    needed = (rows, *r_BTHD.shape[2:], v_BTHV.shape[3])
-    if state is not None and tuple(state.S_NHDV.shape) != needed:
-        raise ValueError(f"state holds S of shape {tuple(state.S_NHDV.shape)}; the call needs {needed}")

@@ -13,10 +13,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hybridize.ops.delta.affine import Affine, attend
-from hybridize.ops.delta.affine import coefficients as affine_coefficients
-from hybridize.ops.delta.pairs import from_start, pair_weights, to_end
-from hybridize.ops.dplr.state import DplrState, empty_dplr
+from hybridize.ops.affine import Affine, attend
+from hybridize.ops.affine import coefficients as affine_coefficients
+from hybridize.ops.decayed_pairs import from_start, pair_weights, to_end
+from hybridize.ops.dplr.state import DplrState
 from hybridize.ops.grid import Grid, get_grid
 from hybridize.ops.sequences import Sequences
 from hybridize.ops.slabs import in_slabs
@@ -57,12 +57,12 @@ def _forward(
     grid = get_grid(sequences, CHUNK, None)
     maps = chunk_maps(grid, r_BTHD, w_BTHD, k_BTHD, a_BTHD, b_BTHD, scale)
     v_MHCV = grid.lay_queries(v_BTHV.flatten(0, 1)).to(dtype)
-    state = state or empty_dplr(len(sequences), heads, dim, v_BTHV.shape[3], dtype, r_BTHD.device)
+    state = state or DplrState.empty(len(sequences), heads, dim, v_BTHV.shape[3], dtype, r_BTHD.device)
     o, S = attend(grid, maps, v_MHCV, state.S_NHDV.to(dtype))
     o = grid.gather(o).to(v_BTHV.dtype).unflatten(0, r_BTHD.shape[:2])
     if not return_state:
         return Result(o)
-    return Result(o, DplrState(lengths_N=state.lengths_N + sequences.tensor("lengths"), S_NHDV=S))
+    return Result(o, state.after(sequences.tensor("lengths"), S))
 
 
 def chunk_maps(
@@ -124,4 +124,4 @@ def step(
     S = w_BHD.exp()[..., None] * state.S_NHDV + b_BHD[..., None] * read_BH1V
     S = S + k_BHD[..., None] * v_BHV[..., None, :]
     o = (scale * r_BHD[..., None, :] @ S).squeeze(-2).to(v.dtype)[:, None]
-    return Result(o, DplrState(lengths_N=state.lengths_N + 1, S_NHDV=S))
+    return Result(o, state.after(1, S))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridize.ops.dplr.state import DplrState, empty_dplr
+from hybridize.ops.dplr.state import DplrState
 from hybridize.ops.sequences import Sequences
 from hybridize.ops.types import Result, compute_dtype
 
@@ -25,7 +25,7 @@ def forward(
     dtype, heads = compute_dtype(r_BTHD), r_BTHD.shape[2]
     tensors = (r_BTHD, w_BTHD, k_BTHD, v_BTHV, a_BTHD, b_BTHD)
     r, w, k, v, a, b = (x.flatten(0, 1).to(dtype) for x in tensors)
-    state = state or empty_dplr(len(sequences), heads, r.shape[-1], v.shape[-1], dtype, r.device)
+    state = state or DplrState.empty(len(sequences), heads, r.shape[-1], v.shape[-1], dtype, r.device)
     outputs, states = [v.new_zeros(0, heads, v.shape[-1])], []
     for n, (begin, length) in enumerate(zip(sequences.bounds, sequences.lengths, strict=False)):
         S_HDV = state.S_NHDV[n].to(dtype)
@@ -38,5 +38,4 @@ def forward(
     o = torch.cat(outputs).to(v_BTHV.dtype).unflatten(0, r_BTHD.shape[:2])
     if not return_state:
         return Result(o)
-    lengths = state.lengths_N + sequences.tensor("lengths")
-    return Result(o, DplrState(lengths_N=lengths, S_NHDV=torch.stack(states)))
+    return Result(o, state.after(sequences.tensor("lengths"), torch.stack(states)))

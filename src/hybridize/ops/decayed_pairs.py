@@ -12,9 +12,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-BASE = 4
-"""Up to this many tokens all pairs have a decay of their own; beyond, decays are split where two blocks meet."""
-
 
 def from_start(g_MHCD: Tensor) -> Tensor:
     """exp(g_1 + ... + g_i): what is left at slot i of what entered the chunk (or the block)."""
@@ -37,16 +34,16 @@ def between(g_MHCD: Tensor) -> Tensor:
 
 
 def pair_weights(x_XMHCD: Tensor, y_YMHCD: Tensor, g_MHCD: Tensor) -> Tensor:
-    """`[X, Y, M, H, C, C]` weights of y_j for x_i, zero for j > i; g has a channel of its own for each d, or one for all."""
+    """`[X, Y, M, H, C, C]` weights of y_j for x_i, zero for j > i; g has a channel of its own for each d, or one for all.
+
+    One for all: every pair has its decay. Otherwise blocks of one token are joined to blocks of two, of four, and so on, and
+    decays are split where two blocks meet; C is a power of two.
+    """
     if g_MHCD.shape[-1] == 1:
         return torch.einsum("xmhid,ymhjd->xymhij", x_XMHCD, y_YMHCD) * between(g_MHCD).squeeze(-1)
-    chunk = g_MHCD.shape[-2]
-    size = min(BASE, chunk)
-    x, y, g = (z.unflatten(-2, (-1, size)) for z in (x_XMHCD, y_YMHCD, g_MHCD))
-    weights = torch.einsum("xmhnid,ymhnijd->xymhnij", x, y[..., None, :, :] * between(g))
-    while size < chunk:
+    weights = torch.einsum("xmhid,ymhid->xymhi", x_XMHCD, y_YMHCD)[..., None, None]
+    while (size := weights.shape[-1]) < g_MHCD.shape[-2]:
         weights = _join(weights, *(z.unflatten(-2, (-1, 2, size)) for z in (x_XMHCD, y_YMHCD, g_MHCD)))
-        size *= 2
     return weights.squeeze(-3)
 
 

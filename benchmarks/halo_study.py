@@ -1,0 +1,189 @@
+"""HALO on SmolLM2-135M: its choice of softmax layers against even spacing, two seeds, with the controls.
+
+    python benchmarks/halo_study.py --out runs/halo --jobs 4 --devices 4
+
+Every model is an ordinary run of `hybridize convert` with the shipped recipe `halo-smollm2-135m` (the rule and the seed changed),
+followed by `hybridize eval`: perplexity on two held-out texts, passkeys, and RULER's single needles (NIAH, the mean of single-1 to 3)
+at lengths up to far beyond the training length. `control` is the teacher with the recipe's next-token steps (KL steps leave a
+teacher as it is); `teacher` is measured as it is and, beyond its 8,192 positions, under YaRN. An interrupted study continues.
+benchmarks/results/halo-smollm2-135m.json keeps the figures, the chosen layers and the single-layer scores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from component_study import rounded
+from lolcats_study import MODEL, ROOT, Job, commit, machine, run
+
+RECIPE = "halo-smollm2-135m"
+TEACHER_POSITIONS = 8192
+
+
+def jobs(seeds: list[int], overrides: list[str]) -> list[Job]:
+    """The runs of the study, by name; the first has the control inside."""
+    made = []
+    for seed in seeds:
+        for rule in ("halo", "uniform"):
+            control = rule == "halo" and seed == seeds[0]
+            changes = [f"seed={seed}", f"select.rule={rule}", f"evaluation.control={str(control).lower()}"]
+            made.append(Job(f"{rule}-{seed}", RECIPE, [*changes, *overrides]))
+    return made
+
+
+def ask(name: str, model: str, options: list[str], out: Path, environment: dict[str, str]) -> dict[str, Any]:
+    """One `hybridize eval`; its JSON, {} where it failed."""
+    result = out / f"{name}.json"
+    base = [sys.executable, "-m", "hybridize.cli.main", "eval", model, *options, "--json", str(result)]
+    begin = time.monotonic()
+    with (out / f"{name}.log").open("a") as log:
+        done = subprocess.run(base, stdout=log, stderr=subprocess.STDOUT, env=environment, check=False)
+    print(f"{name}: exit {done.returncode} after {time.monotonic() - begin:.0f} s", flush=True)
+    return json.loads(result.read_text()) if done.returncode == 0 else {}
+
+
+def plain(evaluation: dict[str, Any]) -> dict[str, Any]:
+    """The figures of an evaluation without rows, buckets and paths."""
+    kept: dict[str, Any] = {}
+    for text in evaluation.get("perplexity") or []:
+        kept.setdefault("perplexity", {})[text["text"]] = text["perplexity"]
+    if evaluation.get("passkey"):
+        lengths = evaluation["passkey"]
+        lengths = lengths.get("lengths", lengths) if isinstance(lengths, dict) else lengths
+        kept["passkey"] = {str(entry["length"]): entry["accuracy"] for entry in lengths}
+    if ruler := evaluation.get("ruler"):
+        kept["ruler"] = [
+            {key: row[key] for key in ("task", "length", "score", "low", "high", "samples") if key in row}
+            for row in ruler["results"]
+        ]
+        kept["niah"] = ruler["niah"]
+        kept["haystack"] = ruler["haystack"]
+    return kept
+
+
+def selection(folder: Path) -> dict[str, Any]:
+    paths = sorted(folder.glob("steps/*-select/selection.json"))
+    return json.loads(paths[-1].read_text()) if paths else {}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path("runs/halo"))
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--devices", type=int, default=1, help="CUDA devices to spread the runs over")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[42, 43])
+    parser.add_argument("--only", nargs="+", help="names of runs, `teacher` among them")
+    parser.add_argument("--set", action="append", default=[], help="override for every run")
+    parser.add_argument("--lengths", default="1024,4096,16384", help="of RULER, for the students")
+    parser.add_argument("--passkeys", default="512,1024,2048,4096")
+    parser.add_argument("--samples", type=int, default=40, help="a task and length")
+    parser.add_argument("--rows", type=int, default=100, help="of each text")
+    parser.add_argument("--commit", default=commit())
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    asked = ["evaluation.rows=40", "evaluation.passkey=[]", "evaluation.prompts=[]"]
+    chosen = [
+        job
+        for job in jobs(options.seeds, [*asked, *options.set])
+        if not options.only or job.name in options.only
+    ]
+    places: SimpleQueue[int] = SimpleQueue()
+    for place in range(options.jobs):
+        places.put(place % options.devices)
+    text = ["--tasks", "perplexity", "--samples", str(options.rows), "--dtype", "bf16"]
+    keys = [
+        "--tasks",
+        "passkey",
+        "--samples",
+        str(options.samples),
+        "--dtype",
+        "bf16",
+        "--lengths",
+        options.passkeys,
+    ]
+    needles = ["--ruler", "niah", "--samples", str(options.samples), "--dtype", "bf16", "--lengths"]
+
+    def everything(name: str, model: str, lengths: str, environment: dict[str, str]) -> dict[str, Any]:
+        parts = {
+            "text": ask(f"{name}.text", model, text, options.out, environment),
+            "keys": ask(f"{name}.keys", model, keys, options.out, environment),
+            "needles": ask(f"{name}.needles", model, [*needles, lengths], options.out, environment),
+        }
+        return {key: value for part in parts.values() for key, value in plain(part).items()}
+
+    def convert(job: Job) -> tuple[str, dict[str, Any]]:
+        place = places.get()
+        environment = dict(os.environ)
+        if options.devices > 1:
+            environment["CUDA_VISIBLE_DEVICES"] = str(place)
+        result = run(job, options.out, environment)
+        result.pop("milestones")
+        folder = options.out / job.name
+        if result["exit"] == 0:
+            result["evaluation"] = everything(job.name, str(folder), options.lengths, environment)
+            result["selection"] = selection(folder)
+            control = folder / "control"
+            if control.is_dir():
+                result["control"] = everything(
+                    f"{job.name}.control", str(control), options.lengths, environment
+                )
+        places.put(place)
+        return job.name, result
+
+    def teacher() -> tuple[str, dict[str, Any]]:
+        place = places.get()
+        environment = dict(os.environ)
+        if options.devices > 1:
+            environment["CUDA_VISIBLE_DEVICES"] = str(place)
+        lengths = options.lengths.split(",")
+        near = ",".join(length for length in lengths if int(length) <= TEACHER_POSITIONS)
+        result = {"exit": 0, "evaluation": everything("teacher", MODEL, near, environment)}
+        for length in lengths:
+            if int(length) > TEACHER_POSITIONS:
+                for trick in ("yarn", "dynamic_ntk"):
+                    about = [*needles, length, "--length-trick", trick]
+                    found = ask(f"teacher.{trick}.{length}", MODEL, about, options.out, environment)
+                    result[f"{trick} {length}"] = plain(found)
+        places.put(place)
+        return "teacher", result
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        waiting = [pool.submit(convert, job) for job in chosen]
+        if not options.only or "teacher" in options.only:
+            waiting.append(pool.submit(teacher))
+        results = dict(future.result() for future in waiting)
+    record = {
+        "commit": options.commit,
+        "command": f"python benchmarks/halo_study.py --jobs {options.jobs} --devices {options.devices} "
+        + " ".join(f"--set {change}" for change in options.set),
+        "model": MODEL,
+        "recipe": RECIPE,
+        "machine": machine(),
+        "devices": options.devices,
+        "jobs": results,
+    }
+    options.results.mkdir(parents=True, exist_ok=True)
+    path = options.results / "halo-smollm2-135m.json"
+    path.write_text(json.dumps(rounded(record)) + "\n")
+    for name, result in results.items():
+        print(
+            name, json.dumps(rounded({k: v for k, v in result.get("evaluation", {}).items() if k != "ruler"}))
+        )
+        if result.get("selection"):
+            print(name, "kept", result["selection"]["kept"])
+
+
+if __name__ == "__main__":
+    main()

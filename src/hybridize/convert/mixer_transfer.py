@@ -1,0 +1,143 @@
+"""Transfer of whole mixers (HALO stage 1, arXiv 2601.22156, Sec. 4.2; DESIGN D9, D10): every candidate learns the output of
+the attention that it may replace, on the teacher's own inputs.
+
+Teacher-forced: the teacher runs, a candidate sees what its attention sees, and the candidate's backward runs at once; the
+memory held is one layer's.
+
+Legend: B rows, T tokens, E width, L layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybridize import losses
+from hybridize.data.batching import Batch
+from hybridize.layers.token_mixer import TokenMixer
+from hybridize.models.modeling import HybridForCausalLM
+from hybridize.recipe import TransferStep
+from hybridize.recipe.checks import trains_whole
+from hybridize.train import StepResult
+
+INPUTS = ("hidden_states", "position_embeddings", "hybrid_call")
+Meet = Callable[[int, dict[str, Any], Tensor], None]
+
+
+class MixerTransferStage:
+    """Trains all parameters of the candidate layers of `model`; the teacher is another model, frozen, in its own dtype."""
+
+    name = "transfer"
+
+    def __init__(
+        self,
+        model: HybridForCausalLM,
+        teacher: HybridForCausalLM,
+        step: TransferStep,
+        validation: Iterable[Batch],
+        *,
+        autocast: bool,
+    ) -> None:
+        self.model, self.objective, self.autocast = model, step.objective, autocast
+        self.teacher = teacher.eval().requires_grad_(False)
+        self.validation = list(validation)
+        self.layers = [index for index, layer in enumerate(model.spec.layers) if trains_whole(layer)]
+        model.float().requires_grad_(False)  # float32 masters; autocast computes in bf16
+        for layer in self.layers:
+            model.mixers[layer].requires_grad_(True)
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return self._parameters
+
+    def count(self, batch: Batch) -> int:
+        """Every token's output counts."""
+        return batch.input_ids_BT.numel()
+
+    def on_boundary(self, k: int) -> None:
+        """Epochs change nothing here."""
+
+    def step(self, batch: Batch, scale: float) -> StepResult:
+        self.model.train()
+        tokens = self.count(batch)
+        loss, nmse = self._run(batch, scale * tokens)
+        return StepResult(loss * tokens, tokens, {"layers/nmse": nmse})
+
+    @torch.no_grad()
+    def validate(self) -> dict[str, float]:
+        """Loss and normalised MSE, means over the candidate layers."""
+        self.model.eval()
+        totals, tokens = torch.zeros(2), 0
+        for batch in self.validation:
+            loss, nmse = self._run(batch, None)
+            count = self.count(batch)
+            totals += count * torch.stack([loss, nmse[self.layers].mean()]).cpu()
+            tokens += count
+        mean = (totals / max(tokens, 1)).tolist()
+        return {"loss": mean[0], "nmse": mean[1]}
+
+    @torch.no_grad()
+    def layer_errors(self) -> list[float]:
+        """Normalised MSE of every layer on the validation batches (0 in layers that are no candidates)."""
+        self.model.eval()
+        sums = [self.count(batch) * self._run(batch, None)[1].cpu() for batch in self.validation]
+        tokens = sum(self.count(batch) for batch in self.validation)
+        return (torch.stack(sums).sum(0) / tokens).tolist()
+
+    def _run(self, batch: Batch, scale: float | None) -> tuple[Tensor, Tensor]:
+        """Loss (mean over the candidate layers) and normalised MSE `[L]`.
+
+        With `scale`, backward of `scale * loss`, layer by layer.
+        """
+        device = self.model.device
+        total = torch.zeros((), device=device)
+        nmse_L = torch.zeros(len(self.model.spec.layers), device=device)
+
+        def meet(layer: int, seen: dict[str, Any], teacher_BTE: Tensor) -> None:
+            with torch.set_grad_enabled(scale is not None):
+                with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.autocast):
+                    student_BTE, _ = self.model.mixers[layer](**seen)
+                loss, nmse = self.layer_loss(student_BTE, teacher_BTE)
+                if scale is not None:
+                    (loss * (scale / len(self.layers))).backward()
+            total.add_(loss.detach() / len(self.layers))
+            nmse_L[layer] = nmse.detach()
+
+        with torch.no_grad(), watched(self.teacher, self.layers, meet):
+            ids_BT = batch.input_ids_BT.to(self.teacher.device)
+            self.teacher.hidden_states(ids_BT, position_ids=batch.position_ids_BT)
+        return total, nmse_L
+
+    def layer_loss(self, student_BTE: Tensor, teacher_BTE: Tensor) -> tuple[Tensor, Tensor]:
+        """The objective of one layer, and the normalised MSE."""
+        mse, nmse = losses.output_mse(student_BTE, teacher_BTE)
+        loss = self.objective.mixer_mse * mse
+        if self.objective.hidden_l2:
+            distance_BT = torch.linalg.vector_norm(student_BTE.float() - teacher_BTE.float(), dim=-1)
+            loss = loss + self.objective.hidden_l2 * distance_BT.mean()
+        return loss, nmse
+
+    def finish(self) -> None:
+        """Leave the model ready to run."""
+        self.model.eval().requires_grad_(False)
+
+
+@contextmanager
+def watched(teacher: HybridForCausalLM, layers: Iterable[int], meet: Meet) -> Iterator[None]:
+    """`meet(layer, keyword arguments, output)` after every call of these layers' token mixers."""
+
+    def hook(
+        mixer: TokenMixer, args: tuple[Any, ...], seen: dict[str, Any], output: tuple[Tensor, None]
+    ) -> None:
+        meet(mixer.shape.layer, {name: seen[name] for name in INPUTS}, output[0])
+
+    handles = [teacher.mixers[layer].register_forward_hook(hook, with_kwargs=True) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,68 @@
+"""What a sweep has measured so far: a file of JSON lines that the same sweep goes on with.
+
+The first line holds what the numbers depend on. Lines are added whole and flushed to the disk; a kill can leave half a line
+at the end, which does not count and is removed before anything is added.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hybridize.atomic import atomic_write, full_disk_explained
+from hybridize.select.table import LayerScores, parsed
+
+log = logging.getLogger(__name__)
+
+
+class Journal:
+    """Entries by layer (None: the teacher), in memory and on disk."""
+
+    def __init__(self, path: Path, identity: Mapping[str, Any], *, restart: bool = False) -> None:
+        """Read what `path` holds. Raises ValueError where it was made under another identity, unless `restart` discards it."""
+        self.path = path
+        self.identity: dict[str, Any] = json.loads(json.dumps(identity))
+        self.entries: dict[int | None, LayerScores] = {}
+        if path.exists():
+            self._read(restart)
+        self._rewrite()
+
+    def add(self, entry: LayerScores) -> None:
+        """Keep an entry; on return it is on the disk. Raises DiskFullError where that is full."""
+        self.entries[entry.layer] = entry
+        with full_disk_explained(self.path), open(self.path, "a", encoding="utf-8") as file:
+            file.write(_line(entry.plain()))
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _read(self, restart: bool) -> None:
+        lines = [parsed(line) for line in self.path.read_text(encoding="utf-8", errors="replace").split("\n")]
+        header = (lines[0] or {}).get("identity")
+        if header is None and not any(lines):
+            return  # nothing was ever finished here
+        if header != self.identity:
+            differing = sorted(
+                key
+                for key in self.identity.keys() | (header or {}).keys()
+                if self.identity.get(key) != (header or {}).get(key)
+            )
+            what = f"{self.path} holds scores made with other {', '.join(differing)}"
+            if not restart:
+                raise ValueError(f"{what}; use another folder, or restart=True to discard them")
+            log.warning("%s; they are discarded and the sweep starts anew", what)
+            return
+        entries = [LayerScores.read(line) for line in lines if line is not None and "layer" in line]
+        self.entries = {entry.layer: entry for entry in entries}
+
+    def _rewrite(self) -> None:
+        with atomic_write(self.path, "w") as file:
+            file.write(_line({"identity": self.identity}))
+            file.writelines(_line(entry.plain()) for entry in self.entries.values())
+
+
+def _line(value: Mapping[str, Any]) -> str:
+    return json.dumps(value) + "\n"

@@ -1,0 +1,202 @@
+"""Which layers keep softmax, from numbers alone. Layers count from 0; ties go to the lower layer.
+
+halo     (max_j R_j - R_i) / (max_j C_j - C_i + 1e-6): what a layer's replacement costs in recall, against what it costs
+         in knowledge (arXiv 2601.22156, Eq. 8). R and C are the scores of the L models with one layer replaced.
+jet      R_teacher - R_i: the drop of recall alone.
+kl       the loss of an all-linear student after a short distillation with softmax in layer i alone; lowest first.
+uniform  layers ⌊(j+1) L / k⌋ - 1, j = 0 .. k-1: the last of each of k even blocks.
+tail     the same over the second half, which holds the last ⌈L/2⌉ layers.
+given    what the caller names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+EPSILON = 1e-6
+RULES = ("halo", "jet", "kl", "uniform", "tail", "given")
+
+Keep = str | int | float | Fraction
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """`order`: layers, the most worth keeping first (all, or those that the rule names). `scores`: one a layer, larger is
+    kept first; empty for rules that measure nothing. `kept`: ascending."""
+
+    order: tuple[int, ...]
+    scores: tuple[float, ...]
+    kept: tuple[int, ...]
+
+
+def count_kept(layers: int, keep: Keep) -> int:
+    """How many of `layers` are kept: a count (`7`), or a share (`"1/4"`, `0.25`), rounded down, one at least.
+
+    Raises ValueError for what is neither, a share outside (0, 1], and a count outside 1..layers.
+    """
+    if layers < 1:
+        raise ValueError(f"layers is {layers}; it must be at least 1")
+    number = _number(keep)
+    if isinstance(number, Fraction):
+        if not 0 < number <= 1:
+            raise ValueError(f"keep is {keep!r}; a share must lie in (0, 1]")
+        return max(1, math.floor(layers * number))
+    if not 1 <= number <= layers:
+        raise ValueError(f"keep is {keep!r}; a number of layers must lie in 1..{layers}")
+    return number
+
+
+def halo(
+    recall: Sequence[float],
+    knowledge: Sequence[float],
+    *,
+    keep: Keep = "1/4",
+    cap: float | None = None,
+    recall_se: float | Sequence[float] | None = None,
+) -> Ranking:
+    """Rank by recall lost over knowledge lost.
+
+    The best layers for knowledge have a denominator of 1e-6, so that a small drop of recall ranks them first; `cap` bounds
+    all scores (the published code takes 50), and ties among those that reach it go to the lower layer.
+
+    Args:
+        recall, knowledge: R and C in [0, 1], one a layer.
+        recall_se: standard errors of R, one a layer or one for all.
+
+    Raises:
+        ValueError: numbers outside [0, 1] or of different length; a cap that is not positive; R that hardly varies: its
+            largest and smallest value are equal or less than three times the largest standard error apart.
+    """
+    _check_scores("recall", recall)
+    _check_scores("knowledge", knowledge)
+    if len(knowledge) != len(recall):
+        raise ValueError(
+            f"knowledge has {len(knowledge)} values and recall {len(recall)}; each needs one a layer"
+        )
+    if cap is not None and not cap > 0:
+        raise ValueError(
+            f"cap is {cap}; it must be positive (the published code takes 50), or None for no cap"
+        )
+    _check_spread(recall, recall_se)
+    best_recall, best_knowledge = max(recall), max(knowledge)
+    scores = [
+        (best_recall - r) / (best_knowledge - c + EPSILON) for r, c in zip(recall, knowledge, strict=True)
+    ]
+    if cap is not None:
+        scores = [min(score, cap) for score in scores]
+    return _rank(scores, keep)
+
+
+def jet(
+    recall: Sequence[float],
+    teacher_recall: float,
+    *,
+    keep: Keep = "1/4",
+    recall_se: float | Sequence[float] | None = None,
+) -> Ranking:
+    """Rank by the drop of recall against the teacher, all in [0, 1]. Raises ValueError as `halo` does."""
+    _check_scores("recall", recall)
+    _check_scores("teacher_recall", [teacher_recall])
+    _check_spread(recall, recall_se)
+    return _rank([teacher_recall - value for value in recall], keep)
+
+
+def kl(losses: Sequence[float], *, keep: Keep = "1/4") -> Ranking:
+    """Rank by the loss with softmax in that layer alone, lowest first; scores are the losses with their sign turned."""
+    if len(losses) == 0 or not all(math.isfinite(loss) for loss in losses):
+        raise ValueError(f"losses is {list(losses)}; it needs one finite number a layer")
+    return _rank([-loss for loss in losses], keep)
+
+
+def uniform(layers: int, keep: Keep = "1/4") -> Ranking:
+    """Layers ⌊(j+1) L / k⌋ - 1: for 28 layers and 7 kept, 3, 7, ..., 27."""
+    kept = _ends(layers, count_kept(layers, keep))
+    return Ranking(kept, (), kept)
+
+
+def tail(layers: int, keep: Keep = "1/4") -> Ranking:
+    """As `uniform`, over the last ⌈L/2⌉ layers: for 28 layers and 7 kept, 15, 17, ..., 27.
+
+    Raises ValueError for more than those.
+    """
+    count, first = count_kept(layers, keep), layers // 2
+    if count > layers - first:
+        raise ValueError(
+            f"keep is {keep!r}, {count} layers; the second half of {layers} holds {layers - first}, take the rule 'uniform'"
+        )
+    kept = tuple(first + layer for layer in _ends(layers - first, count))
+    return Ranking(kept, (), kept)
+
+
+def given(layers: int, chosen: Sequence[int]) -> Ranking:
+    """The layers that the caller names, in its order. Raises ValueError for none, doubles, and layers that do not exist."""
+    order = tuple(chosen)
+    if not order or len(set(order)) < len(order):
+        raise ValueError(f"given is {list(order)}; name at least one layer, and each once")
+    for layer in order:
+        if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < layers:
+            raise ValueError(f"given names layer {layer!r}; the model has layers 0 to {layers - 1}")
+    return Ranking(order, (), tuple(sorted(order)))
+
+
+def _number(keep: Keep) -> int | Fraction:
+    """An int is a count, anything else a share."""
+    if isinstance(keep, int) and not isinstance(keep, bool):
+        return keep
+    if isinstance(keep, str) and keep.strip().isascii() and keep.strip().isdigit():
+        return int(keep)
+    try:
+        # Through its shortest text: 0.1 is then a tenth, and ten layers keep one.
+        number = Fraction(str(keep)) if not isinstance(keep, bool) else None
+    except (ValueError, ZeroDivisionError):
+        number = None
+    if number is None:
+        raise ValueError(f"keep is {keep!r}; write a share such as '1/4' or a number of layers")
+    if isinstance(keep, float) and number >= 1:
+        raise ValueError(f"keep is {keep!r}; write a share below 1, or a whole number of layers")
+    return number
+
+
+def _ends(layers: int, count: int) -> tuple[int, ...]:
+    """The last layer of each of `count` even blocks."""
+    return tuple((j + 1) * layers // count - 1 for j in range(count))
+
+
+def _rank(scores: Sequence[float], keep: Keep) -> Ranking:
+    order = sorted(range(len(scores)), key=lambda layer: (-scores[layer], layer))
+    kept = sorted(order[: count_kept(len(scores), keep)])
+    return Ranking(tuple(order), tuple(scores), tuple(kept))
+
+
+def _check_scores(name: str, values: Sequence[float]) -> None:
+    if len(values) == 0:
+        raise ValueError(f"{name} is empty; it needs one value a layer")
+    for layer, value in enumerate(values):
+        # Not in per cent: the epsilon is made for scores of at most 1. NaN fails the comparison too.
+        if not 0 <= value <= 1:
+            raise ValueError(f"{name} holds {value} (layer {layer}); scores must lie in [0, 1]")
+
+
+def _check_spread(recall: Sequence[float], recall_se: float | Sequence[float] | None) -> None:
+    """Refuse a ranking by noise (see `halo`)."""
+    errors = (
+        [0.0] if recall_se is None else [recall_se] if isinstance(recall_se, int | float) else list(recall_se)
+    )
+    if not errors or not all(math.isfinite(error) and error >= 0 for error in errors):
+        raise ValueError(f"recall_se is {recall_se}; it needs standard errors of 0 or more")
+    if len(errors) not in (1, len(recall)):
+        raise ValueError(
+            f"recall_se has {len(errors)} values and recall {len(recall)}; give one a layer, or one for all"
+        )
+    spread, error = max(recall) - min(recall), max(errors)
+    if len(recall) > 1 and (spread == 0 or spread < 3 * error):
+        middle = sum(recall) / len(recall)
+        harder = "harder (longer texts, more keys)" if middle > 0.5 else "easier (shorter texts, fewer keys)"
+        raise ValueError(
+            f"recall hardly varies over layers: from {min(recall):.4g} to {max(recall):.4g}, a spread of {spread:.2g} where "
+            f"3 standard errors are {3 * error:.2g}, so a ranking would be noise; ask more samples or {harder} ones, "
+            "or take the rule 'uniform'"
+        )

@@ -1,0 +1,172 @@
+"""The scores of single-layer replacements: what a sweep measures, and what every rule that measures ranks by.
+
+Nothing here imports torch, so that a stored table is ranked in no time.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+SCORES_FILE = "scores.jsonl"
+FORMAT = "hybridize selection"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class ScorePart:
+    """One task of a score, for example niah_single_2 at 1,024 tokens."""
+
+    name: str
+    value: float
+    standard_error: float | None
+    samples: int
+
+
+@dataclass(frozen=True)
+class Score:
+    """`value` in [0, 1], the mean of the parts with equal weight; `samples` of all of them."""
+
+    value: float
+    standard_error: float | None = None
+    samples: int = 0
+    parts: tuple[ScorePart, ...] = ()
+
+    @classmethod
+    def mean(cls, parts: Sequence[ScorePart]) -> Score:
+        """The equal-weight mean of independent parts; its error is unknown where that of a part is."""
+        errors = [part.standard_error for part in parts]
+        known = [error for error in errors if error is not None]
+        error = math.sqrt(sum(x * x for x in known)) / len(parts) if len(known) == len(parts) else None
+        value = math.fsum(part.value for part in parts) / len(parts)
+        return cls(value, error, sum(part.samples for part in parts), tuple(parts))
+
+    @classmethod
+    def read(cls, plain: Any) -> Score:
+        """From JSON: what `asdict` gave, or a bare number. Raises ValueError for anything else."""
+        if isinstance(plain, int | float) and not isinstance(plain, bool):
+            return cls(float(plain))
+        if not isinstance(plain, dict) or "value" not in plain:
+            raise ValueError(f"a score is {plain!r}; it must be a number, or an object with a value")
+        parts = tuple(ScorePart(**part) for part in plain.get("parts", ()))
+        return cls(float(plain["value"]), plain.get("standard_error"), plain.get("samples", 0), parts)
+
+
+@dataclass(frozen=True)
+class LayerScores:
+    """The scores of the model in which `layer` alone was changed (None: the teacher); `loss` is that of `kl`."""
+
+    layer: int | None
+    recall: Score | None = None
+    knowledge: Score | None = None
+    loss: float | None = None
+
+    @classmethod
+    def read(cls, plain: Mapping[str, Any]) -> LayerScores:
+        layer, loss = plain.get("layer"), plain.get("loss")
+        if layer is not None and (isinstance(layer, bool) or not isinstance(layer, int) or layer < 0):
+            raise ValueError(f"layer is {layer!r}; it must be a number from 0, or null for the teacher")
+        recall, knowledge = (
+            Score.read(plain[key]) if plain.get(key) is not None else None for key in ("recall", "knowledge")
+        )
+        return cls(layer, recall, knowledge, None if loss is None else float(loss))
+
+    def plain(self) -> dict[str, Any]:
+        """For JSON, without what was not measured."""
+        return {"layer": self.layer} | {k: v for k, v in asdict(self).items() if v is not None}
+
+
+@dataclass(frozen=True)
+class ScoreTable:
+    """One entry a layer, in order; the teacher's scores and what the sweep depended on, where known."""
+
+    layers: tuple[LayerScores, ...]
+    teacher: LayerScores | None = None
+    identity: Mapping[str, Any] | None = None
+
+    @classmethod
+    def of(
+        cls, entries: Sequence[LayerScores], identity: Mapping[str, Any] | None = None, source: str = "scores"
+    ) -> ScoreTable:
+        """Entries in any order, the last of a layer counts. Raises ValueError where layers are missing."""
+        found = {entry.layer: entry for entry in entries}
+        teacher = found.pop(None, None)
+        count = (identity or {}).get("layers") or 1 + max(
+            (layer for layer in found if layer is not None), default=0
+        )
+        missing = [layer for layer in range(count) if layer not in found]
+        if missing:
+            raise ValueError(
+                f"{source} lacks {'layer' if len(missing) == 1 else 'layers'} {', '.join(map(str, missing))} of {count}; "
+                "run the sweep again, it goes on where it was stopped"
+            )
+        return cls(tuple(found[layer] for layer in range(count)), teacher, identity)
+
+    def recall(self) -> list[Score]:
+        return [_present(entry.recall, "recall", entry.layer) for entry in self.layers]
+
+    def knowledge(self) -> list[Score]:
+        return [_present(entry.knowledge, "knowledge", entry.layer) for entry in self.layers]
+
+    def losses(self) -> list[float]:
+        return [_present(entry.loss, "loss", entry.layer) for entry in self.layers]
+
+    def recall_errors(self) -> list[float] | None:
+        """Standard errors of R by layer; None where one is unknown."""
+        errors = [score.standard_error for score in self.recall()]
+        known = [error for error in errors if error is not None]
+        return known if len(known) == len(errors) else None
+
+
+def load_scores(path: Path | str) -> ScoreTable:
+    """The table of a sweep's file or folder (`scores.jsonl`), or of a selection's JSON.
+
+    A line is `{"layer": 0, "recall": S, "knowledge": S}` with a number or an object for S; `"layer": null` is the teacher; the
+    first line of a sweep holds its `identity`. A half-written last line does not count.
+    Raises ValueError for files that are missing, of another format, or lack a layer.
+    """
+    path = Path(path)
+    file = path / SCORES_FILE if path.is_dir() else path
+    if not file.exists():
+        raise ValueError(f"scores is {str(path)!r}; there is no such file")
+    text = file.read_text(encoding="utf-8", errors="replace")
+    whole = parsed(text)
+    if whole is not None and "by_layer" in whole:
+        if whole.get("format") != FORMAT or whole.get("version") != VERSION:
+            raise ValueError(
+                f"{file} is {whole.get('format')!r} of version {whole.get('version')}; this reads {FORMAT!r} {VERSION}"
+            )
+        teacher = [{**whole["teacher"], "layer": None}] if whole.get("teacher") else []
+        return ScoreTable.of(_entries([*whole["by_layer"], *teacher], file), whole.get("identity"), str(file))
+    lines = [line for line in map(parsed, text.split("\n")) if line is not None]
+    identity = next((line["identity"] for line in lines if "identity" in line), None)
+    entries = _entries([line for line in lines if "layer" in line], file)
+    if not entries:
+        raise ValueError(f'{file} holds no scores; a line is {{"layer": 0, "recall": 0.9, "knowledge": 0.6}}')
+    return ScoreTable.of(entries, identity, str(file))
+
+
+def _entries(lines: Sequence[Mapping[str, Any]], file: Path) -> list[LayerScores]:
+    try:
+        return [LayerScores.read(line) for line in lines]
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{file}: {error}") from error
+
+
+def parsed(text: str) -> dict[str, Any] | None:
+    """A JSON object, or None for anything else."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _present(value: Any, name: str, layer: int | None) -> Any:
+    if value is None:
+        raise ValueError(f"scores has no {name} for layer {layer}; the rule needs it of every layer")
+    return value

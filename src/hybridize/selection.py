@@ -1,0 +1,158 @@
+"""`select` as a function: which layers of a hybrid keep softmax."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hybridize.atomic import atomic_write
+from hybridize.select import Selection, choose, load_scores
+
+JSON, PLOT = "selection.json", "selection.svg"
+
+
+def select(
+    source: str | Path,
+    recipe: Any = None,
+    out: str | Path | None = None,
+    *,
+    rule: str | None = None,
+    keep: str | int | None = None,
+    cap: float | None = None,
+    data: str | None = None,
+    overrides: Mapping[str, Any] | Sequence[str] | None = None,
+    device: str | None = None,
+    progress: bool = True,
+) -> Selection:
+    """Rank the layers of a model and say which keep softmax (HALO, arXiv 2601.22156, section 4.3; DESIGN D13).
+
+    With a `recipe`, `source` is a MODEL and `out` the run folder: the recipe runs up to and including its `select` step
+    (`convert` with the same arguments goes on from there). Without one, `source` is a run whose layers were scored, or a
+    file of single-layer scores: they are ranked anew by `rule`, nothing is measured.
+
+    Args:
+        rule, keep, cap: for a ranking anew; by default what the scores were ranked by, else halo, 1/4 and no cap.
+        out: the run folder; for a ranking anew a folder for selection.json and selection.svg.
+        data, overrides, device: see `convert`.
+
+    Raises:
+        ValueError: naming the argument; also scores that a rule refuses (a recall that hardly varies over the layers).
+    """
+    if recipe is None:
+        for name, value in (("data", data), ("overrides", overrides)):
+            if value:
+                raise ValueError(f"{name} changes a recipe, and no recipe is given")
+        return _again(Path(source), out, rule, keep, cap)
+    if rule is not None or keep is not None or cap is not None:
+        raise ValueError(
+            "rule, keep and cap rank existing scores; with a recipe set them there: overrides ['select.rule=jet']"
+        )
+    if out is None:
+        raise ValueError("out is missing; it names the run folder")
+    return _run(source, recipe, Path(out), data, overrides, device, progress)
+
+
+def print_selection(selection: Selection) -> None:
+    """The table of layers, on the terminal."""
+    from hybridize.report.selection_plot import selection_table
+
+    print(selection_table(selection.to_dict()))
+
+
+def _run(
+    model: str | Path,
+    recipe: Any,
+    out: Path,
+    data: str | None,
+    overrides: Mapping[str, Any] | Sequence[str] | None,
+    device: str | None,
+    progress: bool,
+) -> Selection:
+    from hybridize.api import convert
+
+    convert(
+        str(model),
+        recipe,
+        out,
+        data=data,
+        overrides=overrides,
+        device=device,
+        stop_after="select",
+        progress=progress,
+    )
+    folder = _folder(out)
+    selection = _read(folder / JSON)
+    _draw(selection, folder)
+    return selection
+
+
+def _again(
+    source: Path, out: str | Path | None, rule: str | None, keep: str | int | None, cap: float | None
+) -> Selection:
+    path = source if source.is_file() else _folder(source)
+    if path.is_dir():
+        path = path / JSON if (path / JSON).is_file() else path
+    before = _parameters(path)
+    scores = load_scores(path)
+    chosen = rule or before.get("rule") or "halo"
+    if cap is None and chosen == before.get("rule"):
+        cap = before.get("cap")
+    selection = choose(
+        chosen, len(scores.layers), keep or before.get("keep") or "1/4", scores=scores, cap=cap
+    )
+    if out is not None:
+        write_selection(selection, out)
+    return selection
+
+
+def write_selection(selection: Selection, folder: str | Path) -> None:
+    """`selection.json` and, where something was measured, its plot by layer, `selection.svg`."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    selection.save(Path(folder) / JSON)
+    _draw(selection, Path(folder))
+
+
+def _draw(selection: Selection, folder: Path) -> None:
+    from hybridize.report.selection_plot import selection_plot
+
+    plot = selection_plot(selection.to_dict())
+    if plot:
+        with atomic_write(folder / PLOT, "w") as file:
+            file.write(plot)
+
+
+def _folder(run: Path) -> Path:
+    """The folder of a run's `select` step."""
+    folders = sorted(run.glob("steps/*-select"))
+    if not folders:
+        raise ValueError(
+            f"{str(run)!r} holds no selection; run its recipe up to there: hybridize select MODEL -r RECIPE -o {run}"
+        )
+    return folders[-1]
+
+
+def _parameters(path: Path) -> dict[str, Any]:
+    """rule, keep and cap of a selection's JSON; nothing for the scores of a sweep."""
+    from hybridize.select.table import parsed
+
+    whole = parsed(path.read_text(encoding="utf-8")) if path.is_file() else None
+    if whole is None or whole.get("rule") not in ("halo", "jet", "kl"):
+        return {}
+    return whole
+
+
+def _read(path: Path) -> Selection:
+    """A selection as its JSON says."""
+    from hybridize.select.table import parsed
+
+    whole = parsed(path.read_text(encoding="utf-8")) or {}
+    scored = whole["rule"] in ("halo", "jet", "kl")
+    return choose(
+        whole["rule"],
+        whole["layers"],
+        whole["keep"],
+        scores=load_scores(path) if scored else None,
+        given=whole["given"],
+        cap=whole["cap"],
+    )

@@ -1,0 +1,147 @@
+"""Choosing from tables and files, the JSON of a selection, and its way back."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tests.select.test_rules import KNOWLEDGE, ORDER, RECALL
+
+from hybridize.report.selection_plot import selection_plot, selection_table
+from hybridize.select import LayerScores, Score, ScoreTable, choose, load_scores
+from hybridize.select.table import ScorePart
+
+
+def table(errors: float | None = 0.01) -> ScoreTable:
+    parts = (ScorePart("pairs 512", 0.1, errors, 4), ScorePart("pairs 1024", 0.2, None, 4))
+    layers = [
+        LayerScores(i, Score(r, errors, 8, parts), Score(c, 0.02, 500))
+        for i, (r, c) in enumerate(zip(RECALL, KNOWLEDGE, strict=True))
+    ]
+    return ScoreTable.of(
+        [*layers, LayerScores(None, Score(0.95, 0.01), Score(0.61))], {"layers": 8, "seed": 0}
+    )
+
+
+def test_choose_by_every_rule():
+    assert choose("halo", 8, scores=table()).kept == (1, 3)
+    assert choose("halo", 8, "1/2", scores=table(), cap=50).ranking.order[:2] == (3, 1)
+    assert choose("jet", 8, 2, scores=table()).ranking.order[:2] == (4, 6)
+    losses = ScoreTable.of([LayerScores(i, loss=loss) for i, loss in enumerate([3.0, 1.0, 2.0])])
+    assert choose("kl", 3, 1, scores=losses).kept == (1,)
+    assert choose("uniform", 28).kept == (3, 7, 11, 15, 19, 23, 27)
+    assert choose("tail", 28).kept == (15, 17, 19, 21, 23, 25, 27)
+    assert choose("given", 28, given=[9, 2]).kept == (2, 9)
+
+
+def test_flat_recall_is_refused_with_the_tables_errors():
+    with pytest.raises(ValueError, match="hardly varies"):
+        choose("halo", 8, scores=table(errors=0.21))
+    choose("halo", 8, scores=table(errors=None))
+
+
+@pytest.mark.parametrize("name", ["selection.json", "scores.jsonl"])
+@pytest.mark.parametrize("cap", [None, 50.0])
+def test_a_file_ranks_exactly_as_its_table(tmp_path, name, cap):
+    chosen = choose("halo", 8, scores=table(), cap=cap)
+    path = tmp_path / name
+    if name == "selection.json":
+        chosen.save(path)
+    else:
+        lines = [
+            {"identity": {"layers": 8, "seed": 0}},
+            *[entry.plain() for entry in [table().teacher, *table().layers]],
+        ]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert load_scores(path) == table()
+    again = choose("halo", 8, scores=path, cap=cap)
+    assert again.ranking == chosen.ranking and again.to_dict() == chosen.to_dict()
+    assert choose("jet", 8, scores=path).ranking == choose("jet", 8, scores=table()).ranking
+
+
+def test_bare_numbers_will_do(tmp_path):
+    lines = [
+        {"layer": i, "recall": r, "knowledge": c}
+        for i, (r, c) in enumerate(zip(RECALL, KNOWLEDGE, strict=True))
+    ]
+    path = tmp_path / "scores.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in reversed(lines)))
+    assert choose("halo", 8, scores=path).ranking.order == ORDER
+    assert choose("halo", 8, scores=tmp_path).ranking.order == ORDER
+    with pytest.raises(ValueError, match="no recall of the teacher"):
+        choose("jet", 8, scores=path)
+    with pytest.raises(ValueError, match="no loss for layer 0"):
+        choose("kl", 8, scores=path)
+
+
+def test_broken_files_are_named(tmp_path):
+    path = tmp_path / "scores.jsonl"
+    with pytest.raises(ValueError, match="no such file"):
+        load_scores(path)
+    for text, said in (
+        ("", "holds no scores"),
+        ('{"layer": 1, "recall": 0.5}\n{"layer": 2, "rec', "lacks layer 0 of 2"),
+        ('{"identity": {"layers": 3}}\n{"layer": 0, "recall": 0.5}\n', "lacks layers 1, 2 of 3"),
+        ('{"layer": "a"}\n', "layer is 'a'"),
+        ('{"layer": 0, "recall": "x"}\n', "a score is 'x'"),
+        ('{"format": "hybridize selection", "version": 2, "by_layer": []}', "version 2"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=said):
+            load_scores(path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"rule": "hallo"}, "did you mean 'halo'"),
+        ({"rule": "halo"}, "scores is missing"),
+        ({"rule": "halo", "scores": table(), "layers": 9}, "scores has 8 layers; the model has 9"),
+        ({"rule": "jet", "scores": table(), "cap": 50}, "only 'halo' takes one"),
+        ({"rule": "given"}, "needs the layers"),
+        ({"rule": "uniform", "given": [1]}, "leave `given` out"),
+        ({"rule": "uniform", "keep": 9}, "keep is 9"),
+    ],
+)
+def test_choose_names_what_is_wrong(arguments, said):
+    with pytest.raises(ValueError, match=said):
+        choose(**{"layers": 8} | arguments)
+
+
+def test_the_json_holds_what_decided():
+    plain = json.loads(json.dumps(choose("halo", 8, scores=table(), cap=50).to_dict()))
+    assert (plain["rule"], plain["keep"], plain["count"], plain["cap"], plain["layers"]) == (
+        "halo",
+        "1/4",
+        2,
+        50,
+        8,
+    )
+    assert plain["kept"] == [1, 3] and plain["ranking"] == list(ORDER)
+    assert plain["teacher"]["recall"]["value"] == 0.95 and plain["identity"] == {"layers": 8, "seed": 0}
+    entry = plain["by_layer"][3]
+    assert entry["kept"] and entry["score"] == 50 and entry["recall"]["parts"][0]["name"] == "pairs 512"
+    plain = choose("given", 4, given=[2, 0]).to_dict()
+    assert (
+        plain["given"] == [2, 0]
+        and plain["count"] == 2
+        and plain["by_layer"][1] == {"layer": 1, "kept": False}
+    )
+
+
+def test_plot_and_table_of_every_rule():
+    losses = ScoreTable.of([LayerScores(i, loss=loss) for i, loss in enumerate([3.0, 1.0, 2.0])])
+    for chosen in (
+        choose("halo", 8, scores=table()),
+        choose("halo", 8, scores=table(), cap=50),
+        choose("jet", 8, scores=table()),
+        choose("kl", 3, 1, scores=losses),
+    ):
+        plain = json.loads(json.dumps(chosen.to_dict()))
+        svg = selection_plot(plain)
+        assert svg.startswith("<svg") and svg.endswith("</svg>") and "layer (from 0)" in svg
+        text = selection_table(plain)
+        assert len(text.splitlines()) == chosen.layers + 2 + (plain["teacher"] is not None)
+        assert sum(line.endswith("kept") for line in text.splitlines()) == len(chosen.kept)
+    plain = choose("uniform", 28).to_dict()
+    assert selection_plot(plain) == "" and "7 of 28 layers keep softmax: 3, 7, 11" in selection_table(plain)
