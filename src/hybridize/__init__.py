@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from hybridize.diagnosis import print_diagnosis as print_diagnosis
     from hybridize.models.modeling import HybridForCausalLM as HybridForCausalLM
     from hybridize.models.surgery import hybridize_model as hybridize_model
-    from hybridize.plan import Plan as Plan
-    from hybridize.plan import plan as plan
+    from hybridize.plan.plan import Plan as Plan
+    from hybridize.plan.plan import plan as plan
     from hybridize.recipe import Recipe as Recipe
     from hybridize.recipe import RecipeError as RecipeError
     from hybridize.recipe import copy_recipe as copy_recipe

@@ -42,6 +42,7 @@ def _print(plan: Plan) -> None:
              human_count(plan.parameters)),
             ("new feature maps", human_count(plan.map_parameters)),
             ("new mixing weights", human_count(plan.mix_parameters)),
+            ("new projections, norms, gates", human_count(plan.own_parameters)),
         ],
     )  # fmt: skip
     print_table(

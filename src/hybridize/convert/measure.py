@@ -158,6 +158,11 @@ class Milestones:
         layers = next((_layers(self.run.path / "steps" / name) for name in done if "transfer" in name), None)
         if layers is not None:
             results["layers"] = layers
+        selection = next(
+            (self.run.path / "steps" / name / "selection.json" for name in done if "select" in name), None
+        )
+        if selection is not None and selection.is_file():
+            results["selection"] = read_json(selection)
         write_json(self.run.path / "results.json", results)
 
     def _generations(self) -> list[dict[str, str]]:

@@ -12,6 +12,7 @@ from rich.text import Text
 from hybridize.report import plots, summary
 from hybridize.report.page import Cell, Plot, render, write_page
 from hybridize.report.schema import Results, Row, load_results
+from hybridize.report.selection_plot import selection_plot
 
 
 def write_report(run_folder: str | os.PathLike[str]) -> Path:
@@ -31,6 +32,7 @@ def render_html(results: Results) -> str:
         groups=table_groups(results),
         rows=[(row, table_cells(results, row)) for row in results.rows],
         layer_plots=_layer_plots(results),
+        selection_plots=_selection_plots(results),
         position_plots=_position_plots(results),
         curve_plots=_curve_plots(results),
     )
@@ -95,6 +97,17 @@ def _layer_plots(results: Results) -> list[Plot]:
         caption = "The same error by layer during transfer. A layer that stays bright did not learn."
         shown.append(Plot(Markup(plots.history_plot(results.layers)), caption))
     return shown
+
+
+def _selection_plots(results: Results) -> list[Plot]:
+    svg = selection_plot(results.selection) if results.selection is not None else ""
+    if not svg:
+        return []
+    caption = (
+        "Recall and knowledge with one layer replaced at a time (dashed: the teacher), and the score that the rule gives "
+        "each layer. Filled: layers that keep softmax."
+    )
+    return [Plot(Markup(svg), caption)]
 
 
 def _position_plots(results: Results) -> list[Plot]:

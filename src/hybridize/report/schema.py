@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -129,7 +129,8 @@ class Cost(Entry):
 
 
 class Results(Entry):
-    """A whole run. `fingerprints`, `versions` and `notes` are shown as they are."""
+    """A whole run. `fingerprints`, `versions` and `notes` are shown as they are; `selection` is the JSON of a `select` step
+    (see `hybridize.select.result`)."""
 
     version: Literal[1] = 1
     title: str
@@ -139,6 +140,7 @@ class Results(Entry):
     spec: str = ""
     rows: list[Row]
     layers: LayerErrors | None = None
+    selection: dict[str, Any] | None = None
     curves: list[Curve] = Field(default_factory=list)
     generations: list[Generation] = Field(default_factory=list)
     costs: list[Cost] = Field(default_factory=list)
