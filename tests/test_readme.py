@@ -19,22 +19,33 @@ from hybridize.cli.main import run
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text("utf-8")
 
-# What a command runs as: extra arguments that scale it down, on a recipe's own keys where it trains.
+
+def scaled(*steps):
+    """Overrides that leave each of these training steps one row of text."""
+    keys = [f"{step}.{key}" for step in steps for key in ("tokens=512", "batch.rows=1", "validation_rows=1")]
+    keys += ["data.length=256", "evaluation=null"]
+    return [*(part for key in keys for part in ("--set", key)), "--device", "cpu"]
+
+
+HALO = [
+    *scaled("transfer", "distill", "long_context"),
+    "--set", "long_context.length=256", "--set", "steps[1]={select: {rule: uniform}}",
+]  # fmt: skip
+# What a command runs as: extra arguments that scale it down, on a recipe's own keys where it trains. The first that begins
+# the command counts.
 SCALED: dict[str, list[str]] = {
-    "hybridize convert": [
-        "--set", "transfer.tokens=512", "--set", "finetune.tokens=512", "--set", "data.length=256",
-        "--set", "transfer.batch.rows=1", "--set", "finetune.batch.rows=1",
-        "--set", "transfer.validation_rows=1", "--set", "finetune.validation_rows=1",
-        "--set", "evaluation=null", "--device", "cpu",
-    ],
+    "hybridize select": HALO,
+    "hybridize convert smollm2-135m -r halo-smollm2-135m": HALO,
+    "hybridize convert": scaled("transfer", "finetune"),
+    "hybridize eval runs/halo --ruler": ["--samples", "1", "--lengths", "512", "--device", "cpu"],
     "hybridize eval": ["--samples", "1", "--lengths", "256", "--device", "cpu"],
     "hybridize diagnose": ["--rows", "2", "--length", "192", "--device", "cpu"],
     "hybridize generate": ["--max-new-tokens", "4", "--device", "cpu"],
     "hybridize chat": ["--max-new-tokens", "4", "--device", "cpu"],
-}  # fmt: skip
+}
 AS_WRITTEN = {"hybridize recipes", "hybridize plan"}
 # These load the real teacher; they run in order, the later on what the first one made.
-NEEDS_TEACHER = set(SCALED) | {"hybridize plan"}
+NEEDS_TEACHER = {*(" ".join(command.split()[:2]) for command in SCALED), "hybridize plan"}
 
 
 def commands(text):
@@ -56,7 +67,7 @@ MAKE = [command for command in commands(README) if command.startswith("make ")]
 def test_every_command_of_the_readme_is_known():
     known = set(HYBRIDIZE) | set(MAKE)
     assert [command for command in commands(README) if command not in known] == []
-    assert {kind(command) for command in HYBRIDIZE} <= set(SCALED) | AS_WRITTEN
+    assert {kind(command) for command in HYBRIDIZE} <= NEEDS_TEACHER | AS_WRITTEN
     assert CHEAP and HEAVY and MAKE
 
 
@@ -64,7 +75,8 @@ def call(command, monkeypatch, tmp_path):
     arguments = shlex.split(command, comments=True)[1:]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello!\n/exit\n"))
-    monkeypatch.setattr(sys, "argv", ["hybridize", *arguments, *SCALED.get(kind(command), [])])
+    extra = next((extra for start, extra in SCALED.items() if command.startswith(start)), [])
+    monkeypatch.setattr(sys, "argv", ["hybridize", *arguments, *extra])
     with pytest.raises(SystemExit) as ended:
         run()
     assert not ended.value.code, f"{command} ended with {ended.value.code}"

@@ -133,7 +133,7 @@ def test_steps_of_other_systems_are_unknown(tmp_path):
         ("transfer: {tokens: 1M, epochs: 2}", "steps[0].transfer: needs a length: either tokens, such as 20M, or epochs"),
         ("finetune: {tokens: 1M, full: true, lora: {}}", "steps[0].finetune: lora and full exclude each other; leave one out"),
         ("transfer: {tokens: 1M, objective: {output_mse: 0}}",
-         "steps[0].transfer.objective: output_mse and weight_ce are both 0; give one of them a weight"),
+         "steps[0].transfer.objective: output_mse, weight_ce, mixer_mse, hidden_l2 are all 0; give one of them a weight"),
         ("transfer: {tokens: 1M, train: []}", "steps[0].transfer.train: "),
         ("transfer: {tokens: 1M, lr: fast}", "steps[0].transfer.lr: "),
         ("transfer: {tokens: 1M, lr: {cosine: [1e-5, 1e-3]}}", "steps[0].transfer.lr: "),

@@ -40,13 +40,13 @@ def select(
         ValueError: naming the argument; also scores that a rule refuses (a recall that hardly varies over the layers).
     """
     if recipe is None:
-        for name, value in (("data", data), ("overrides", overrides)):
+        for name, value in (("data", data), ("overrides (--set)", overrides), ("device", device)):
             if value:
-                raise ValueError(f"{name} changes a recipe, and no recipe is given")
+                raise ValueError(f"{name} goes with a recipe, and no recipe is given")
         return _again(Path(source), out, rule, keep, cap)
     if rule is not None or keep is not None or cap is not None:
         raise ValueError(
-            "rule, keep and cap rank existing scores; with a recipe set them there: overrides ['select.rule=jet']"
+            "rule, keep and cap rank existing scores; with a recipe set them there: --set select.rule=jet"
         )
     if out is None:
         raise ValueError("out is missing; it names the run folder")
@@ -90,17 +90,21 @@ def _run(
 def _again(
     source: Path, out: str | Path | None, rule: str | None, keep: str | int | None, cap: float | None
 ) -> Selection:
-    path = source if source.is_file() else _folder(source)
+    path = source if source.is_file() or (source / JSON).is_file() else _folder(source)
     if path.is_dir():
         path = path / JSON if (path / JSON).is_file() else path
-    before = _parameters(path)
     scores = load_scores(path)
+    before = _parameters(path)
     chosen = rule or before.get("rule") or "halo"
+    if chosen == "given":
+        raise ValueError(
+            f"{path} holds the layers that its recipe names, by no rule; give one: uniform or tail"
+        )
     if cap is None and chosen == before.get("rule"):
         cap = before.get("cap")
-    selection = choose(
-        chosen, len(scores.layers), keep or before.get("keep") or "1/4", scores=scores, cap=cap
-    )
+    if keep is None:
+        keep = before.get("keep", "1/4")
+    selection = choose(chosen, len(scores.layers), keep, scores=scores, cap=cap)
     if out is not None:
         write_selection(selection, out)
     return selection
@@ -108,6 +112,8 @@ def _again(
 
 def write_selection(selection: Selection, folder: str | Path) -> None:
     """`selection.json` and, where something was measured, its plot by layer, `selection.svg`."""
+    if Path(folder).exists() and not Path(folder).is_dir():
+        raise ValueError(f"out is {str(folder)!r}, which is no folder; name one")
     Path(folder).mkdir(parents=True, exist_ok=True)
     selection.save(Path(folder) / JSON)
     _draw(selection, Path(folder))
@@ -124,6 +130,8 @@ def _draw(selection: Selection, folder: Path) -> None:
 
 def _folder(run: Path) -> Path:
     """The folder of a run's `select` step."""
+    if not run.exists():
+        raise ValueError(f"{str(run)!r} is no run and no file of scores: there is nothing of that name")
     folders = sorted(run.glob("steps/*-select"))
     if not folders:
         raise ValueError(
@@ -137,9 +145,7 @@ def _parameters(path: Path) -> dict[str, Any]:
     from hybridize.select.table import parsed
 
     whole = parsed(path.read_text(encoding="utf-8")) if path.is_file() else None
-    if whole is None or whole.get("rule") not in ("halo", "jet", "kl"):
-        return {}
-    return whole
+    return whole if whole is not None and "by_layer" in whole else {}
 
 
 def _read(path: Path) -> Selection:

@@ -143,6 +143,7 @@ class GroupSpec(Frozen):
     one); `output_norm` one over the group's heads together; `output_gate` a sigmoid of the layer's input on the output: `half`
     is sigmoid(Wx), `open` twice that with W = 0 at first, so that it changes nothing at the start (`true`: `open` for softmax,
     `half` for recurrent attention). `expand` (written `heads: expand`) gives every query head its own key and value head, copies of the teacher's at first.
+    `short_conv` is the width of a causal convolution of recurrent attention's q, k and v, before norms and positions.
     """
 
     heads: Annotated[int | str, BeforeValidator(_parse_heads)] = "1/1"
@@ -159,6 +160,7 @@ class GroupSpec(Frozen):
     output_norm: bool = False
     output_gate: Literal["open", "half"] | None = None
     expand: bool = False
+    short_conv: int | None = Field(default=None, ge=2)
 
     @model_validator(mode="before")
     @classmethod
@@ -196,6 +198,10 @@ class GroupSpec(Frozen):
             raise ValueError("logit_scale is for softmax attention without a window")
         if self.decay is not None and self.attention != "lightning":
             raise ValueError(f"attention {self.attention!r} takes no decay; only 'lightning' has a fixed one")
+        if self.short_conv is not None and not self.recurrent:
+            raise ValueError(
+                f"attention {self.attention!r} takes no short_conv; only recurrent attention has one: {', '.join(RECURRENT)}"
+            )
         identity = self.feature_map is not None and self.feature_map.act == "identity"
         mass = isinstance(self.normalizer, SeparateNormalizer) and self.normalizer.mix == "mass"
         if identity and (isinstance(self.normalizer, SharedNormalizer) or mass or self.normalizer is None):

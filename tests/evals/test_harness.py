@@ -420,3 +420,19 @@ def test_missing_or_old_lm_eval(run: Callable[..., Any], monkeypatch: pytest.Mon
     monkeypatch.delattr(TaskManager, "load")
     with pytest.raises(ValueError, match="0.4.12 or later"):
         run("sums")
+
+
+@pytest.mark.parametrize("function", [np.mean, "mean"])
+def test_means_by_either_name_are_means(function: Any) -> None:
+    """lm-eval's own `mean` and numpy's, which fda, swde and squad_completion name."""
+    from lm_eval.api.metrics import mean
+
+    class Leaf:
+        task_name = "leaf"
+
+        def aggregation(self) -> dict[str, Any]:
+            return {"contains": mean if function == "mean" else function, "worst": np.max}
+
+    harness._check_mean("leaf", "contains", [Leaf()])
+    with pytest.raises(ValueError, match="no mean over samples"):
+        harness._check_mean("leaf", "worst", [Leaf()])

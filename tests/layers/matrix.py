@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from tests.pairwise import full_product, pairwise
 from torch import Tensor, nn
+from torch.nn.functional import conv1d
 
 from hybridize.layers.token_mixer import TokenMixer
 from hybridize.models.families import FAMILIES, AttentionShape
@@ -68,6 +69,7 @@ MATRIX = {
     },
     "recurrent": {
         "attention": RECURRENT,
+        "conv": (None, 4),
         "heads": tuple(HEADS),
         "dim": COMMON["dim"],
         "dtype": COMMON["dtype"],
@@ -100,6 +102,8 @@ def group(row: dict) -> dict:
         spec["normalizer"] = NORMALIZERS[row["normalizer"]]
     if "map" in row:
         spec["feature_map"] = MAPS[row["map"]]
+    if row.get("conv"):
+        spec["short_conv"] = row["conv"]
     return spec
 
 
@@ -130,7 +134,7 @@ def build(spec: dict, heads: int, kv_heads: int, dim: int, softcap: float | None
 
 @dataclass
 class Tensors:
-    """q, k, v, and the layer's input x, from which recurrent attentions compute their gates."""
+    """q, k, v as they are projected, and the layer's input x, from which recurrent attentions compute their gates."""
 
     q: Tensor
     k: Tensor
@@ -148,7 +152,8 @@ class Tensors:
     ) -> Tensor:
         """What `mixer` makes of them; without `sequences` every row is one."""
         sequences = sequences or Sequences.dense(*self.q.shape[:2])
-        return mixer.attend(self.q, self.k, self.v, sequences, states, x_BTE=self.x)
+        qkv = mixer.convolve(self.q, self.k, self.v, sequences, states)
+        return mixer.attend(*qkv, sequences, states, x_BTE=self.x)
 
     @staticmethod
     def packed(singles: list[Tensors]) -> Tensors:
@@ -170,13 +175,23 @@ def tensors(
     )
 
 
+def convolved(x: Tensor, weight: Tensor) -> Tensor:
+    """torch's own convolution of the channels `[B, T, heads, dim]`."""
+    channels, width = weight.shape
+    y = conv1d(x.flatten(2).transpose(1, 2), weight[:, None], padding=width - 1, groups=channels)
+    return y[..., : x.shape[1]].transpose(1, 2).unflatten(2, x.shape[2:])
+
+
 def weighted(mixer: TokenMixer, x: Tensors) -> Tensor:
     """Each group's own weights, applied to v."""
     outputs = []
     for part, (heads, kv_heads) in zip(mixer.groups, mixer.slices, strict=True):
         gates = {"x_BTE": x.x} if part.spec.recurrent else {}
-        weights = part.coefficients(x.q[:, :, heads], x.k[:, :, kv_heads], slice(None), **gates)
-        v = x.v[:, :, kv_heads]
+        q, k, v = x.q[:, :, heads], x.k[:, :, kv_heads], x.v[:, :, kv_heads]
+        if part.spec.short_conv:
+            own = part.short_conv
+            q, k, v = convolved(q, own.q_weight), convolved(k, own.k_weight), convolved(v, own.v_weight)
+        weights = part.coefficients(q, k, slice(None), **gates)
         v = v.repeat_interleave(weights.shape[1] // v.shape[2], 2)
         outputs.append(torch.einsum("bhqs,bshv->bqhv", weights, v))
     return torch.cat(outputs, 2)

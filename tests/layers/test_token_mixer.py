@@ -97,7 +97,7 @@ def test_full_product(row, common):
         for kind in ("softmax", "linear")
         for cap in (None, 5.0)
     ]
-    + pairwise({"attention": RECURRENT, "heads": ("mha", "gqa"), "size": (W, 64)}),
+    + pairwise({"attention": RECURRENT, "conv": (None, 3), "heads": ("mha", "gqa"), "size": (W, 64)}),
     ids=label,
 )
 def test_gradients_equal_the_oracles(row):
@@ -131,6 +131,7 @@ def test_gradients_equal_the_oracles(row):
         {"attention": "windowed_linear", "window": "terraced-sinks", "size": 64},
         {"attention": "windowed_linear", "window": "sliding", "size": 24},
         *({"attention": kind} for kind in RECURRENT),
+        {"attention": "gdn", "conv": 4},
     ],
     ids=label,
 )

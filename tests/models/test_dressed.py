@@ -1,4 +1,5 @@
-"""One head group at a time with everything that may lie around it: positions, norms, gates, expanded heads, logit scales.
+"""One head group at a time with everything that may lie around it: positions, norms, gates, expanded heads, logit scales,
+short convolutions.
 
 DESIGN section 4, pairwise over attentions, dressings and families: one answer however tokens arrive, beams, save and load.
 """
@@ -44,8 +45,10 @@ DRESSING = {
     "expand": (False, True),
     "family": FAMILIES,
 }
+RECURRENT_ONES = (*RECURRENT, "minimax")
 MATRIX: list[dict[str, Any]] = [
-    {"attention": tuple(name for name in ATTENTIONS if name != "softmax"), **DRESSING},
+    {"attention": tuple(name for name in ATTENTIONS if name not in ("softmax", *RECURRENT_ONES)), **DRESSING},
+    {"attention": RECURRENT_ONES, "short_conv": (None, 2, 4), **DRESSING},
     {"attention": ("softmax",), "scale": tuple(SCALES), **DRESSING},
 ]
 PAIRWISE = [row for factors in MATRIX for row in pairwise(factors)]
@@ -57,6 +60,7 @@ def build(row: dict[str, Any]) -> HybridForCausalLM:
         **ATTENTIONS[row["attention"]],
         "position": POSITIONS[row["position"]],
         "logit_scale": SCALES[row.get("scale", "unscaled")],
+        "short_conv": row.get("short_conv"),
         **{name: row[name] for name in ("qk_norm", "output_norm", "output_gate", "expand")},
     }
     own = {"no_rope_layers": [0]} if row["family"] == "smollm3" else {}
@@ -125,7 +129,7 @@ def test_matrix(row, tmp_path):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_full_product(attention, family, tmp_path):
-    """Every choice with every other: about 9,000 models."""
-    factors = MATRIX[attention == "softmax"]
+    """Every choice with every other: about 17,000 models."""
+    factors = next(factors for factors in MATRIX if attention in factors["attention"])
     for number, row in enumerate(full_product({**factors, "attention": (attention,), "family": (family,)})):
         check(row, tmp_path / str(number))

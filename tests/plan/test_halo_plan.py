@@ -88,6 +88,33 @@ def test_a_recurrent_layer_keeps_one_matrix_a_head(attention):
     )
 
 
+@pytest.mark.parametrize("more", [{}, {"heads": "expand"}], ids=str)
+def test_a_short_convolution_adds_weights_and_its_last_inputs(more):
+    base = tiny_model("llama")
+    plain, conv = (
+        HybridSpec.model_validate({"all": {"attention": "lightning", "short_conv": width, **more}})
+        for width in (None, 4)
+    )
+    without, student = (hybridize_model(tiny_model("llama"), spec) for spec in (plain, conv))
+    first = student.shapes[0]
+    kv_heads = first.heads if more else first.kv_heads
+    channels = len(student.shapes) * (first.heads + 2 * kv_heads) * first.head_dim
+    own = count(student.parameters()) - count(without.parameters())
+    assert own == 4 * channels
+    planned = [
+        plan_config(base.config, Recipe.from_dict({"spec": spec.model_dump(), "steps": []})).own_parameters
+        for spec in (plain, conv)
+    ]
+    assert planned[1] - planned[0] == own
+    cache = student.new_cache()
+    with torch.no_grad():
+        student(torch.arange(3, 40)[None], cache=cache)
+    held = sum(state.nbytes for layer in cache.states for state in layer)
+    wanted = state_bytes(resolve_spec(conv, base.config), student.shapes, 37, dtype_bytes=4)
+    assert wanted - state_bytes(resolve_spec(plain, base.config), student.shapes, 37) == 3 * channels * 4
+    assert 0 <= held - wanted <= 64 * len(cache.states)
+
+
 def test_kept_softmax_with_expanded_heads_keeps_a_pair_a_query_head():
     model = tiny_model("llama")
     plain, wide = (

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from tests.evals.ruler_models import ESSAYS, make_tokenizer
 from tests.models.hybrids import hybrid
 
 from hybridize.evals.offline import run_offline
+from hybridize.select import scores
 from hybridize.select.recall_tasks import QUERIES, RECALL_TASKS, recall_row
 from hybridize.select.rows import Row, score_rows
 from hybridize.select.scores import knowledge, knowledge_probe, recall, recall_probe
@@ -88,6 +91,15 @@ def test_one_packed_pass_scores_as_rows_alone(model, probe):
             assert found.mean == pytest.approx(logits[places - 1, wanted].mean().item(), abs=1e-4)
 
 
+def test_probability_is_that_of_whole_answers(model):
+    row = Row(tuple(range(1, 13)), (3, 4, 7, 8, 9, 11))
+    logits = model(torch.tensor([row.ids])).logits[0].double().log_softmax(-1)
+    each = {t: logits[t - 1, row.ids[t]].item() for t in row.targets}
+    answers = [each[3] + each[4], each[7] + each[8] + each[9], each[11]]
+    wanted = sum(math.exp(answer) for answer in answers) / 3
+    assert score_rows(model, [row])[0].probability == pytest.approx(wanted, rel=1e-4)
+
+
 def test_hits_are_what_greedy_decoding_gives(model):
     prompt = [5, 9, 301, 77, 12, 400]
     new = model.generate(torch.tensor([prompt]), max_new_tokens=8, min_new_tokens=8, do_sample=False)[
@@ -150,7 +162,19 @@ def test_identities_tell_samples_apart(tokenizer):
 
 
 @pytest.mark.parametrize("names", [["cloze_near"], ["recall_near", "last_word_near", "cloze_far"]])
-def test_knowledge_agrees_with_the_offline_tasks(model, names):
+def test_knowledge_weighs_what_the_offline_tasks_judge(model, names, monkeypatch):
+    """Counting the heaviest choice as right gives the accuracy of `run_offline`."""
+    weight = scores._weight
+
+    def judged(question, scored):
+        each = [weight(replace(question, answer=i), scored) for i in range(len(question.choices))]
+        if len(each) == 1:
+            assert each[0] == scored[0].probability
+            return float(scored[0].hits == 1)
+        assert sum(each) == pytest.approx(1)
+        return float(each.index(max(each)) == question.answer)
+
+    monkeypatch.setattr(scores, "_weight", judged)
     tokenizer = test_offline.make_tokenizer()
     found = knowledge(
         model,

@@ -80,7 +80,21 @@ def test_broken_files_are_named(tmp_path):
         load_scores(path)
     for text, said in (
         ("", "holds no scores"),
-        ('{"layer": 1, "recall": 0.5}\n{"layer": 2, "rec', "lacks layer 0 of 2"),
+        ('{"layer": 1, "recall": 0.5}\n', "lacks layer 0 of 2"),
+        ('{"layer": 0, "recall": 0.5}\n{"layer": 1, "rec', "line 2 is no JSON object"),
+        ('{"identity": {"layers": 2}}\n{"layer": 0, "recall": 0.5}\n{"layer": 1, "rec', "lacks layer 1 of 2"),
+        ('{"identity": {"layers": 1}}\n{"layer": 1, "recall": 0.5}\n', "its identity names 1 layers"),
+        ('{"identity": {"layers": "2"}}\n{"layer": 0, "recall": 0.5}\n', "identity.layers is '2'"),
+        ('{"identity": 5}\n{"layer": 0, "recall": 0.5}\n', "identity is 5"),
+        ('{"layer": 1000000000000, "recall": 0.5}\n', "lacks layers 0, 1, 2, 3, 4, 5, 6, 7, ... of"),
+        ('{"layer": 0, "recall": {"value": null}}\n', "has the value None"),
+        ('{"layer": 0, "recall": {"value": 0.5, "standard_error": "x"}}\n', "has the standard_error 'x'"),
+        ('{"by_layer": 5, "format": "hybridize selection", "version": 1}', "by_layer must be a list"),
+        ('{"by_layer": [5], "format": "hybridize selection", "version": 1}', "an entry is 5"),
+        (
+            '{"by_layer": [], "teacher": 5, "format": "hybridize selection", "version": 1}',
+            "teacher an object",
+        ),
         ('{"identity": {"layers": 3}}\n{"layer": 0, "recall": 0.5}\n', "lacks layers 1, 2 of 3"),
         ('{"layer": "a"}\n', "layer is 'a'"),
         ('{"layer": 0, "recall": "x"}\n', "a score is 'x'"),

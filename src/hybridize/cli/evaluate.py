@@ -138,6 +138,9 @@ def evaluate(
     """Perplexity by position on held-out text, 5-digit passkeys, tasks and RULER, for a run or its teacher."""
     import hybridize
 
+    for name, value in (("--tasks", tasks), ("--ruler", ruler), ("--texts", texts)):
+        if value is not None and not split_list(value):
+            raise ValueError(f"{name} is {value!r}; name at least one, or leave it out")
     result = hybridize.evaluate(
         run,
         tasks=split_list(tasks) if tasks is not None else None,

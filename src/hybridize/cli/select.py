@@ -65,7 +65,7 @@ def select(
             recipe,
             out,
             rule=rule.value if rule else None,
-            keep=int(keep) if keep is not None and keep.isdigit() else keep,
+            keep=keep,
             cap=cap,
             data=data,
             overrides=set_ or [],

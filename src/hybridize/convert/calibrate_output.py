@@ -1,7 +1,7 @@
 """First values of output norms: a recurrent layer starts with outputs as large as those of the attention it replaces.
 
-A norm gives every channel a mean square of 1, where SmolLM2's attention has some hundredths; a weight of 1 would take hundreds of
-steps to come down. The papers train long enough not to care; small budgets are not.
+A norm gives the channels a mean square of 1, where SmolLM2's attention has some hundredths; weights of 1 would take hundreds of steps
+to come down. The papers start from 1 and train long enough not to care.
 
 Legend: P tokens of all rows, H heads, V value dim.
 """

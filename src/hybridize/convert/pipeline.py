@@ -26,7 +26,7 @@ from hybridize.convert.measure import Milestones
 from hybridize.convert.mixer_transfer import MixerTransferStage
 from hybridize.convert.outcome import reapply, store
 from hybridize.convert.run_folder import RunFolder, read_json, write_json
-from hybridize.convert.selection import Selector, keep_layers, selected
+from hybridize.convert.selection import Selector, check_probes, keep_layers, selected
 from hybridize.convert.stages import lora_of, make_stage, step_seed, train_config
 from hybridize.convert.status import status
 from hybridize.convert.texts import Budgets, Texts, budgets
@@ -98,6 +98,7 @@ def _convert(
         raise ValueError(f"MODEL {model!r} is a hybrid already; give the pretrained model it was made from")
     _check_spec(recipe, config)
     run = RunFolder(out)
+    check_probes(recipe, run, config)
     with run.locked():
         tokenizer = load_tokenizer(source)
         check_tokenizer(tokenizer, config.vocab_size)

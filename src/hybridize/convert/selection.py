@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from hybridize.atomic import sha256_file
 from hybridize.convert.distill import DistillStage
-from hybridize.convert.run_folder import read_json, write_json
+from hybridize.convert.run_folder import RunFolder, read_json, write_json
 from hybridize.convert.stages import Teacher, train_config
 from hybridize.convert.status import Say
 from hybridize.convert.texts import Text
@@ -39,6 +39,37 @@ SELECTION, OUTCOME = "selection.json", "outcome.json"
 NEVER = 1e9
 DOCUMENTS = 5000
 """Held-out documents that the cloze questions are taken from; a hub dataset has no end to wait for."""
+
+
+def check_probes(recipe: Recipe, run: RunFolder, config: PreTrainedConfig) -> None:
+    """Refuse what a selection still to be made would refuse for certain, before anything trains: lm-eval tasks that cannot
+    be had, lengths beyond the teacher's positions, stored scores that are missing, of another model, or not to be ranked."""
+    for index, step in enumerate(recipe.steps):
+        if not isinstance(step, SelectStep) or step.rule not in ("halo", "jet"):
+            continue
+        if (run.step(index, step.kind) / OUTCOME).exists():
+            continue
+        try:
+            _check_probe(step, config)
+        except ValueError as error:
+            raise ValueError(f"steps[{index}].select: {error}") from error
+
+
+def _check_probe(step: SelectStep, config: PreTrainedConfig) -> None:
+    if step.scores is not None:
+        choose(
+            step.rule, config.num_hidden_layers, step.keep, scores=Path(step.scores).expanduser(), cap=step.cap
+        )
+        return
+    positions = config.max_position_embeddings
+    if step.recall.lengths is not None and max(step.recall.lengths) > positions:
+        raise ValueError(
+            f"recall.lengths contains {max(step.recall.lengths)}; the teacher has {positions} positions"
+        )
+    if tasks := [*(step.recall.lm_eval or ()), *(step.knowledge.lm_eval or ())]:
+        from hybridize.evals.harness import check_tasks
+
+        check_tasks(tuple(tasks))
 
 
 def selected(folder: Path) -> list[int] | None:

@@ -268,6 +268,7 @@ def _group(group: Any, metric: str | None) -> _Item:
 
 def _check_mean(name: str, metric: str | None, leaves: Sequence[Any]) -> None:
     """Refuse what cannot be resampled before the model works for hours."""
+    import numpy as np
     from lm_eval.api.metrics import mean
 
     for leaf in leaves:
@@ -276,7 +277,7 @@ def _check_mean(name: str, metric: str | None, leaves: Sequence[Any]) -> None:
             raise ValueError(
                 f"task {leaf.task_name!r} does not report {metric or 'a metric'}; it reports {', '.join(offered)}"
             )
-        if offered[metric] is not mean:
+        if offered[metric] is not mean and offered[metric] is not np.mean:  # fda, swde and squad name numpy's
             raise ValueError(
                 f"task {name!r}: {metric} is no mean over samples ({offered[metric].__name__}), so it has no interval here; "
                 "choose another metric with name:metric, or leave the task out"

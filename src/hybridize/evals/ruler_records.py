@@ -49,6 +49,8 @@ class Records:
         self.answers: dict[int, Answer] = {}
         self.path = None if folder is None else Path(folder) / _file_name(self.identity)
         self._begun = False
+        if folder is not None and folder.exists() and not folder.is_dir():
+            raise ValueError(f"records is {str(folder)!r}, which is no folder; name one")
         if self.path is not None and self.path.exists():
             self._read(self.path)
 

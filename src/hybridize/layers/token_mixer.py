@@ -7,31 +7,22 @@ Legend: B rows, T tokens, E width, H query heads, G KV heads, D head dim, V valu
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
+from hybridize.layers.placing import place
+from hybridize.mixers.recurrent import RecurrentMixer
 from hybridize.mixers.registry import build_mixer
 from hybridize.mixers.softmax import SoftmaxMixer
 from hybridize.mixers.types import GroupShape, Mixer
 from hybridize.ops import softmax
 from hybridize.ops.sequences import Sequences
 from hybridize.ops.types import HYBRID, Ablation, Removal, State
-from hybridize.positions import log_scale, rope
-from hybridize.spec import (
-    ConstantScale,
-    GroupSpec,
-    LayerSpec,
-    LogDeclared,
-    LogitScale,
-    LogLength,
-    LogPosition,
-    RopeBase,
-)
+from hybridize.spec import GroupSpec, LayerSpec
 from hybridize.windows import Window
 
 Mode = Literal["hybrid", "softmax_only", "far_only", "linear_only", "sinks_only", "none"]
@@ -169,7 +160,8 @@ class TokenMixer(nn.Module):
             head += count
         like = next(self.parameters(), None)
         for mixer in self.mixers:
-            for part in (mixer.q_norm, mixer.k_norm, mixer.output_norm, mixer.output_gate):
+            conv = mixer.short_conv if isinstance(mixer, RecurrentMixer) else None
+            for part in (mixer.q_norm, mixer.k_norm, mixer.output_norm, mixer.output_gate, conv):
                 if part is not None and like is not None:
                     part.to(like.dtype)
 
@@ -230,59 +222,67 @@ class TokenMixer(nn.Module):
             rows, length = hidden_states.shape[:2]
             hybrid_call = Call(Sequences.dense(rows, length, device=hidden_states.device))
         sequences = hybrid_call.sequences.on(hidden_states.device)
-        q, k, v = self.project(hidden_states, position_embeddings, sequences)
+        states = hybrid_call.states[self.shape.layer] if hybrid_call.states is not None else None
+        q, k, v = self.project(hidden_states, position_embeddings, sequences, states)
         if self.intercept is not None:
             return self.family.finish(self, self.intercept(self, q, k, v, sequences)), None
-        states = hybrid_call.states[self.shape.layer] if hybrid_call.states is not None else None
         where = hybrid_call.lay(self.effective.where)
         o = self.attend(q, k, v, sequences, states, where, x_BTE=hidden_states)
         y = self.finish(o, hidden_states)
         return (torch.zeros_like(y) if self._silent() else y), None
 
     def project(
-        self, x_BTE: Tensor, position_embeddings: tuple[Tensor, Tensor], sequences: Sequences
+        self,
+        x_BTE: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        sequences: Sequences,
+        states: list[State | None] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q `[B, T, H, D]`, k and v `[B, T, G, D]` as the groups take them: normalised, with their positions, scaled."""
+        """q `[B, T, H, D]`, k and v `[B, T, G, D]` as the groups take them: convolved, normalised, with their positions, scaled.
+
+        `states` (one a group) go into `attend` next: the convolutions read and replace their own part.
+        """
         shape: Any = replace(cast(Any, self.shape), kv_heads=self.kv_heads) if self.expanded else self.shape
         q, k, v = self.family.heads(self, shape, x_BTE)
+
+        def rotate(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+            return self.family.rotate(q, k, position_embeddings)
+
+        rotated = self.shape.rope
         if all(_plain(group.spec) for group in self.mixers):
-            return *(self.family.rotate(q, k, position_embeddings) if self.shape.rope else (q, k)), v
-        parts = [
-            self._place(
-                mixer, *mixer.normalise(q[:, :, heads], k[:, :, kv_heads]), position_embeddings, sequences
-            )
-            for mixer, (heads, kv_heads) in zip(self.mixers, self.slices, strict=True)
-        ]
-        q, k = (x[0] if len(x) == 1 else torch.cat(x, 2) for x in zip(*parts, strict=True))
+            return *(rotate(q, k) if rotated else (q, k)), v
+        q, k, v = self.convolve(q, k, v, sequences, states)
+        parts = []
+        for mixer, (heads, kv_heads) in zip(self.mixers, self.slices, strict=True):
+            own = mixer.normalise(q[:, :, heads], k[:, :, kv_heads])
+            parts.append(place(mixer.spec, *own, sequences, rotate, rotated=rotated, training=self.training))
+        q, k = (_joined(x) for x in zip(*parts, strict=True))
         # under autocast the family's rotation gives float32: kernels want one dtype, the one that bf16 inference has
         return q.to(v.dtype), k.to(v.dtype), v
 
-    def _place(
+    def convolve(
         self,
-        mixer: Mixer,
-        q: Tensor,
-        k: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
+        q_BTHD: Tensor,
+        k_BTGD: Tensor,
+        v_BTGV: Tensor,
         sequences: Sequences,
-    ) -> tuple[Tensor, Tensor]:
-        """One group's q and k with its positions, and q with its logit scale."""
-        position = mixer.spec.position
-        if isinstance(position, RopeBase):
-            shape, base = q.shape[:2], position.rope
-
-            def make() -> tuple[Tensor, Tensor]:
-                cos, sin = rope.tables(sequences.tensor("position"), q.shape[-1], base)
-                return cos.unflatten(0, shape), sin.unflatten(0, shape)
-
-            turn = sequences.once(("rope", base), make)
-            q, k = rope.rotate(q, *turn), rope.rotate(k, *turn)
-        elif position == "rope" or (position is None and self.shape.rope):
-            q, k = self.family.rotate(q, k, position_embeddings)
-        scale = mixer.spec.logit_scale
-        if scale is None or (self.training and scale.when == "inference"):
-            return q, k
-        factor = sequences.once(("scale", scale), lambda: _factors(scale, sequences.tensor("position")))
-        return q * factor.unflatten(0, q.shape[:2])[..., None, None].to(q.dtype), k
+        states: list[State | None] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v after the short convolutions of the groups that have one; `states` are read and replaced."""
+        if not any(_convolves(mixer) for mixer in self.mixers):
+            return q_BTHD, k_BTGD, v_BTGV
+        parts = []
+        for index, (mixer, (heads, kv_heads)) in enumerate(zip(self.mixers, self.slices, strict=True)):
+            qkv = q_BTHD[:, :, heads], k_BTGD[:, :, kv_heads], v_BTGV[:, :, kv_heads]
+            if isinstance(mixer, RecurrentMixer):
+                state = states[index] if states is not None else None
+                q, k, v, state = mixer.convolve(*qkv, sequences, state, keep_state=states is not None)
+                if states is not None:
+                    states[index] = state
+                qkv = q, k, v
+            parts.append(qkv)
+        q, k, v = (_joined(x) for x in zip(*parts, strict=True))
+        return q, k, v
 
     def finish(self, o_BTHV: Tensor, x_BTE: Tensor) -> Tensor:
         """The layer's output `[B, T, E]`: the groups' norms and gates, then the output projection."""
@@ -291,7 +291,7 @@ class TokenMixer(nn.Module):
                 mixer.dress(o_BTHV[:, :, heads], x_BTE)
                 for mixer, (heads, _) in zip(self.mixers, self.slices, strict=True)
             ]
-            o_BTHV = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+            o_BTHV = _joined(parts)
         return self.family.finish(self, o_BTHV)
 
     def attend(
@@ -319,7 +319,7 @@ class TokenMixer(nn.Module):
             if states is not None:
                 states[index] = state
             outputs.append(o)
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
+        return _joined(outputs)
 
     @property
     def teacher_window(self) -> Window | None:
@@ -376,20 +376,18 @@ class TokenMixer(nn.Module):
 
 
 def _plain(spec: GroupSpec) -> bool:
-    """Whether q and k are the teacher's own."""
-    return spec.position is None and not spec.qk_norm and spec.logit_scale is None
+    """Whether q, k and v are the teacher's own."""
+    own = spec.position is not None or spec.qk_norm or spec.short_conv is not None
+    return not own and spec.logit_scale is None
 
 
-def _factors(scale: LogitScale, position_P: Tensor) -> Tensor:
-    match scale:
-        case LogPosition():
-            return log_scale.log_position(position_P, scale.base)
-        case LogLength():
-            return log_scale.log_length(position_P, scale.length)
-        case LogDeclared():
-            return log_scale.constant(position_P, math.log(scale.declared) / math.log(scale.length))
-        case ConstantScale():
-            return log_scale.constant(position_P, scale.value)
+def _convolves(mixer: Mixer) -> bool:
+    return isinstance(mixer, RecurrentMixer) and mixer.short_conv is not None
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """The groups' heads side by side."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), 2)
 
 
 def _check_heads(counts: list[int], shape: LayerShape, per_kv: int) -> None:

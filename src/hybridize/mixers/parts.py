@@ -1,6 +1,7 @@
-"""Small modules with parameters of their own around a mixer: norms and output gates.
+"""Small modules with parameters of their own around a mixer: norms, output gates, short convolutions.
 
-Legend: B rows, T tokens, E width of the residual stream, H heads, V value dim.
+Legend: B rows, T tokens, E width of the residual stream, H heads, G KV heads, D head dim, V value dim, C channels, w width of
+a convolution.
 """
 
 from __future__ import annotations
@@ -9,6 +10,10 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+
+from hybridize.ops import short_conv
+from hybridize.ops.sequences import Sequences
+from hybridize.ops.short_conv import ShortConvState
 
 GATE_STD = 0.02
 """Standard deviation of a `half` gate's first weights."""
@@ -62,3 +67,46 @@ class OutputGate(OwnStart):
         gate = torch.sigmoid(nn.functional.linear(x_BTE.to(self.weight.dtype), self.weight))
         factor = 2 if self.kind == "open" else 1
         return o_BTHV * (factor * gate).to(o_BTHV.dtype).unflatten(-1, o_BTHV.shape[-2:])
+
+
+class ShortConv(OwnStart):
+    """A depthwise causal convolution of q, k and v over the last w tokens, with weights `[C, w]` for each of the three.
+
+    At first every token keeps its own value (last tap 1, the others 0), so that a converted layer starts from the teacher's
+    projections. For the same reason no activation follows: the layers that are trained from scratch with a convolution (GDN,
+    GLA, Mamba-2) put a SiLU behind it, which no choice of weights makes an identity. HypeNet's own layers have neither.
+    """
+
+    def __init__(self, q_channels: int, kv_channels: int, width: int) -> None:
+        super().__init__()
+        self.q_weight = nn.Parameter(torch.empty(q_channels, width))
+        self.k_weight = nn.Parameter(torch.empty(kv_channels, width))
+        self.v_weight = nn.Parameter(torch.empty(kv_channels, width))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        for weight in self.parameters():
+            weight.zero_()
+            weight[:, -1] = 1
+
+    def forward(
+        self,
+        q_BTHD: Tensor,
+        k_BTGD: Tensor,
+        v_BTGV: Tensor,
+        sequences: Sequences,
+        state: ShortConvState | None = None,
+        keep_state: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor, ShortConvState | None]:
+        """q, k and v after the convolution and, with `keep_state`, the state after the last token: one for all three, q's
+        channels first, then k's and v's."""
+        qkv = q_BTHD, k_BTGD, v_BTGV
+        x_BTC = torch.cat([x.flatten(2) for x in qkv], 2)
+        weight_Cw = torch.cat([self.q_weight, self.k_weight, self.v_weight])
+        y_BTC, after, _ = short_conv.forward(
+            x_BTC, weight_Cw, sequences=sequences, state=state, return_state=keep_state
+        )
+        parts = y_BTC.split([x.shape[2] * x.shape[3] for x in qkv], 2)
+        q, k, v = (y.unflatten(2, x.shape[2:]).to(x.dtype) for x, y in zip(qkv, parts, strict=True))
+        return q, k, v, after

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 import torch
 from torch import Tensor, nn
 
-from hybridize.mixers.parts import OwnStart
+from hybridize.mixers.parts import OwnStart, ShortConv
 from hybridize.mixers.types import GroupShape, Mixer
 from hybridize.ops.sequences import Sequences
+from hybridize.ops.short_conv import ShortConvState
 from hybridize.ops.types import HYBRID, Ablation, State, compute_dtype
+from hybridize.spec import GroupSpec
 
 START_STD = 0.25
 """Standard deviation of what a gate's first weights add to its bias, on inputs of unit rms."""
@@ -37,13 +39,53 @@ class Operands:
     own: Tensor | None = None
 
 
+@dataclass
+class ConvolvedState(State):
+    """What the short convolution remembers, and the memory behind it; None before the first `attend`."""
+
+    conv: ShortConvState
+    memory: State | None
+
+
 class RecurrentMixer(Mixer):
-    """A mixer whose memory is one matrix a head. Grouped key and value heads are expanded before the operation."""
+    """A mixer whose memory is one matrix a head. Grouped key and value heads are expanded before the operation.
+
+    With a short convolution (`short_conv` of the spec) `convolve` comes first, before norms and positions; the values that
+    `attend` and `coefficients` speak of lie behind it.
+    """
 
     near, far = False, True
     operation: ModuleType
     """`hybridize.ops.decay`, `delta` or `dplr`."""
     scale: float
+
+    def __init__(self, spec: GroupSpec, shape: GroupShape) -> None:
+        super().__init__(spec, shape)
+        channels = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        self.short_conv = ShortConv(*channels, spec.short_conv) if spec.short_conv is not None else None
+
+    def convolve(
+        self,
+        q_BTHD: Tensor,
+        k_BTGD: Tensor,
+        v_BTGV: Tensor,
+        sequences: Sequences,
+        state: State | None = None,
+        *,
+        keep_state: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor, State | None]:
+        """q, k and v after the group's short convolution and, with `keep_state`, the state that `attend` goes on from.
+        Without a convolution: what came in."""
+        if self.short_conv is None:
+            return q_BTHD, k_BTGD, v_BTGV, state
+        before = state if isinstance(state, ConvolvedState) else None
+        q, k, v, conv = self.short_conv(
+            q_BTHD, k_BTGD, v_BTGV, sequences, before.conv if before else None, keep_state
+        )
+        if conv is None:
+            return q, k, v, None
+        memory = before.memory if before else None
+        return q, k, v, ConvolvedState(lengths_N=conv.lengths_N, conv=conv, memory=memory)
 
     @abstractmethod
     def operands(self, q_BTHD: Tensor, k_BTHD: Tensor, x_BTE: Tensor | None) -> Operands:
@@ -61,6 +103,18 @@ class RecurrentMixer(Mixer):
         keep_state: bool = False,
         ablation: Ablation = HYBRID,
     ) -> tuple[Tensor, State | None]:
+        if isinstance(state, ConvolvedState):
+            o_BTHV, memory = self.attend(
+                q_BTHD,
+                k_BTGD,
+                v_BTGV,
+                sequences,
+                state.memory,
+                x_BTE=x_BTE,
+                keep_state=keep_state,
+                ablation=ablation,
+            )
+            return o_BTHV, replace(state, memory=memory) if keep_state else None
         k_BTHD, v_BTHV = self._expand(k_BTGD), self._expand(v_BTGV)
         operands = self.operands(q_BTHD, k_BTHD, x_BTE)
         tensors = (*operands.before, v_BTHV, *operands.after)

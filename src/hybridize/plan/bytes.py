@@ -1,6 +1,6 @@
 """Closed forms: bytes of a decoding state and parameters of the new parts, from shapes alone.
 
-H query heads, G key/value heads, D head dim (also the value dim V), F features, w window, L layers.
+H query heads, G key/value heads, D head dim (also the value dim V), F features, w window (or a convolution's width), L layers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ def state_bytes(
 
     Softmax keeps 2·S·G·D numbers in the model's dtype, S the keys in sight: all of them, or a window's ring and sinks.
     Linear attention keeps S[F, V] and z[F] for each of its key heads, in float32: H_k·F·(V + 1)·4 bytes; recurrent
-    attention S[D, V] for each of its query heads.
+    attention S[D, V] for each of its query heads, and behind a short convolution of width w the last w - 1 inputs of q, k and
+    v, (w - 1)(H + 2G)·D numbers in the model's dtype.
 
     Args:
         spec: one entry a layer, heads as counts.
@@ -56,9 +57,15 @@ def mix_parameters(spec: ResolvedSpec) -> int:
     return sum(int(group.heads) for group in spec.groups if _mix_is_learnt(group))
 
 
+def qkv_channels(group: GroupSpec, shape: AttentionShape) -> int:
+    """Channels of q, k and v together."""
+    return (int(group.heads) + 2 * _kv_heads(group, shape)) * shape.head_dim
+
+
 def _group_bytes(group: GroupSpec, shape: AttentionShape, length: int, dtype_bytes: int) -> int:
     if group.recurrent:
-        return int(group.heads) * shape.head_dim * shape.head_dim * FLOAT32
+        held = ((group.short_conv or 1) - 1) * qkv_channels(group, shape) * dtype_bytes
+        return int(group.heads) * shape.head_dim * shape.head_dim * FLOAT32 + held
     near = 2 * _keys_kept(group, shape, length) * _kv_heads(group, shape) * shape.head_dim * dtype_bytes
     if group.feature_map is None:
         return near

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from hybridize.models.families import AttentionShape, get_family, notes
 from hybridize.models.teacher import load_base_config, resolve_model
-from hybridize.plan.bytes import FLOAT32, softmax_spec, state_bytes
+from hybridize.plan.bytes import FLOAT32, qkv_channels, softmax_spec, state_bytes
 from hybridize.plan.count import Student, count_student, lora_parameters
 from hybridize.recipe import (
     DistillStep,
@@ -74,7 +74,7 @@ class Plan:
     """Needs of one recipe on one model. `unsupported` names what `convert` would refuse.
 
     `own_parameters` are those that the student has beyond the teacher's, its maps and mixing weights: expanded projections,
-    norms, gates, decays.
+    norms, gates, decays, convolutions.
     """
 
     model: str
@@ -283,11 +283,12 @@ def _activations(
 def _mixer_bytes(group: GroupSpec, shape: AttentionShape) -> int:
     """Bytes a token that the new attention keeps for its backward, all in float32; 0 for a softmax group.
 
-    Recurrent attention: q, k, v, gates and outputs, and the states at the chunks' borders.
+    Recurrent attention: q, k, v, gates and outputs, the states at the chunks' borders, and a short convolution's inputs.
     """
     if group.recurrent:
         heads, dim = int(group.heads), shape.head_dim
-        return FLOAT32 * (6 * heads * dim + heads * dim * dim // RECURRENT_CHUNK)
+        convolved = qkv_channels(group, shape) if group.short_conv else 0
+        return FLOAT32 * (6 * heads * dim + heads * dim * dim // RECURRENT_CHUNK + convolved)
     if group.feature_map is None:
         return 0
     assert group.feature_map.features is not None

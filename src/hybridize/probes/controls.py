@@ -20,22 +20,28 @@ SINKS = 4
 def window_control(
     spec: ResolvedSpec, shapes: Sequence[AttentionShape], dtype_bytes: int
 ) -> ResolvedSpec | None:
-    """The student's spec with every layer that is not plain full softmax replaced by a window of the same bytes, SINKS of
-    its keys being sinks; None where a layer's bytes do not hold a single key besides them.
+    """The student's spec with everything that is not plain full softmax replaced by a window of the same bytes, SINKS of
+    its keys being sinks; None where these bytes do not hold a single key besides them.
 
-    Full softmax layers are the teacher's own, so in a layer-wise hybrid only the other layers become windows. Where the teacher itself
-    sees a shorter window, its own is kept.
+    Full softmax layers, and full softmax groups of heads beside others, are the teacher's own: only the rest become windows. Where the
+    teacher itself sees a shorter window, its own is kept.
     """
     layers = []
     for layer, shape in zip(spec.layers, shapes, strict=True):
-        if all(group.attention == "softmax" and group.window is None for group in layer.groups):
-            layers.append(LayerSpec(groups=(GroupSpec(attention="softmax", heads=shape.heads),)))
-            continue
-        size = _keys(layer, shape, dtype_bytes) - SINKS
-        if size < 1:
-            return None
-        window = None if shape.window is not None and size >= shape.window else Window("sliding", size, SINKS)
-        layers.append(LayerSpec(groups=(GroupSpec(attention="softmax", heads=shape.heads, window=window),)))
+        parts = [(group,) for group in layer.groups] if any(map(_full, layer.groups)) else [layer.groups]
+        groups = []
+        for part in parts:
+            heads = sum(int(group.heads) for group in part)
+            kv_heads, uneven = divmod(heads * shape.kv_heads, shape.heads)
+            size = _keys(part, kv_heads, shape, dtype_bytes) - SINKS if not uneven else 0
+            if all(map(_full, part)) or (shape.window is not None and size >= shape.window):
+                groups.append(GroupSpec(attention="softmax", heads=heads))
+            elif size < 1:
+                return None
+            else:
+                window = Window("sliding", size, SINKS)
+                groups.append(GroupSpec(attention="softmax", heads=heads, window=window))
+        layers.append(LayerSpec(groups=tuple(groups)))
     return ResolvedSpec(layers=tuple(layers))
 
 
@@ -44,7 +50,12 @@ def window_sizes(spec: ResolvedSpec) -> list[int]:
     return sorted({group.window.size for group in spec.groups if group.window is not None})
 
 
-def _keys(layer: LayerSpec, shape: AttentionShape, dtype_bytes: int) -> int:
-    """How many keys and values the layer's state would hold."""
-    held = state_bytes(ResolvedSpec(layers=(layer,)), [shape], LONG, dtype_bytes)
-    return held // (2 * shape.kv_heads * shape.head_dim * dtype_bytes)
+def _full(group: GroupSpec) -> bool:
+    """Whether the group keeps every key, so that no window has as many bytes."""
+    return group.attention == "softmax" and group.window is None
+
+
+def _keys(groups: tuple[GroupSpec, ...], kv_heads: int, shape: AttentionShape, dtype_bytes: int) -> int:
+    """How many keys and values of `kv_heads` heads the groups' state would hold."""
+    held = state_bytes(ResolvedSpec(layers=(LayerSpec(groups=groups),)), [shape], LONG, dtype_bytes)
+    return held // (2 * kv_heads * shape.head_dim * dtype_bytes)

@@ -164,13 +164,14 @@ def diagnose(
         models.append(run.entry(about, control, base, needs, spec, student))
         deltas["control", about["name"]] = control.losses[first].less(base[first], far_NT)
     mixed = student.first_far_position is not None
+    beside = any(mixer.mixed for mixer in student.mixers)
     return {
         "name": subject.name,
         "source": subject.source,
         "teacher": subject.teacher_name,
         "recipe": subject.recipe,
         "spec": describe_spec(student.spec),
-        "verdict": verdict_entry(_judge(plain, mixed, first, deltas, needs), averages),
+        "verdict": verdict_entry(_judge(plain, mixed, beside, first, deltas, needs), averages),
         "models": models,
         "layers": run.layers(student, first, base[first]) if mixed else None,
         "far_from": run.split_at,
@@ -361,12 +362,18 @@ def _row_of(rises: Mapping[Removed, Estimate | None], layer: int) -> list[float]
 def _judge(
     plain: bool,
     mixed: bool,
+    beside: bool,
     text: str,
     deltas: Mapping[tuple[str, str], Estimate | None],
     needs: Mapping[str, Need],
 ) -> Judgement:
     if plain:
         return not_applicable("This is a plain Transformer: nothing of it can be removed.")
+    if not mixed and beside:
+        return not_applicable(
+            "Softmax and linear attention stand in different heads of a layer, and no head has both, so there is no window that "
+            "could bypass a branch; look at what removing either costs, and at the controls."
+        )
     if not mixed:
         return not_applicable(
             "No layer has both a softmax and a linear branch, so there is no branch to bypass; look at the controls."

@@ -72,7 +72,7 @@ class Recipe(Frozen):
 
     spec: HybridSpec
     data: DataSpec = DataSpec()
-    seed: int = Field(default=42, ge=0)
+    seed: int = Field(default=42, ge=0, lt=2**63 - 1000)
     precision: Literal["bf16", "fp32"] = "bf16"
     devices: int = Field(default=1, ge=1)
     steps: tuple[Step, ...]

@@ -39,7 +39,7 @@ class Objective(Frozen):
     @model_validator(mode="after")
     def _some_term(self) -> Self:
         if not any(getattr(self, term) for term in (*INSIDE, *WHOLE)):
-            raise ValueError("output_mse and weight_ce are both 0; give one of them a weight")
+            raise ValueError(f"{', '.join((*INSIDE, *WHOLE))} are all 0; give one of them a weight")
         return self
 
     @property

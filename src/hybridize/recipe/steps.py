@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, model_validator
 
+from hybridize.problems import nearest
 from hybridize.recipe.stages import DistillStep, FinetuneStep, LongContextStep, TransferStep
 from hybridize.select.rules import count_kept
 from hybridize.spec import Frozen, Normalizer
@@ -37,6 +38,10 @@ class RecallProbe(Frozen):
     def _one_source(self) -> Self:
         if self.lm_eval is not None and (self.tasks or self.lengths):
             raise ValueError("lm_eval replaces tasks and lengths; leave them out")
+        if self.tasks is not None:
+            from hybridize.select.recall_tasks import check_tasks
+
+            check_tasks(self.tasks)
         return self
 
 
@@ -51,6 +56,12 @@ class KnowledgeProbe(Frozen):
     def _one_source(self) -> Self:
         if self.lm_eval is not None and self.tasks:
             raise ValueError("lm_eval replaces tasks; leave them out")
+        if self.tasks is not None:
+            from hybridize.evals.offline_tasks import TASKS
+
+            for task in self.tasks:
+                if task not in TASKS:
+                    raise ValueError(f"tasks contains {task!r}; {nearest(task, list(TASKS))}")
         return self
 
 
@@ -69,7 +80,7 @@ class SelectStep(Frozen):
     rule: Literal["halo", "jet", "kl", "uniform", "tail", "given"] = "halo"
     keep: Keep = "1/4"
     layers: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(default=None, min_length=1)
-    cap: float | None = Field(default=None, gt=0)
+    cap: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     scores: str | None = None
     recall: RecallProbe = RecallProbe()
     knowledge: KnowledgeProbe = KnowledgeProbe()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -33,10 +33,12 @@ class Row:
 @dataclass(frozen=True)
 class RowScore:
     """`hits`: the share of the predicted tokens that are the model's first choice; `mean`: their log-likelihood in nats a
-    token. Answers that are all hits are what greedy decoding gives."""
+    token; `probability`: that of a whole answer (of predicted tokens side by side), the mean over the row's answers. Answers
+    that are all hits are what greedy decoding gives."""
 
     hits: float
     mean: float
+    probability: float
 
 
 def row_of_text(tokenizer: Any, text: str, spans: Sequence[tuple[int, int]]) -> Row:
@@ -110,7 +112,15 @@ def _score_batch(model: HybridForCausalLM, batch: Sequence[Row]) -> list[RowScor
     if likelihood_N.isnan().any():
         raise ValueError("the model gives NaN logits; look for the layer that diverged")
     counts = [len(row.targets) for row in batch]
+    parts = zip(batch, hits_N.split(counts), likelihood_N.split(counts), strict=True)
     return [
-        RowScore(hit.mean().item(), likelihood.mean().item())
-        for hit, likelihood in zip(hits_N.split(counts), likelihood_N.split(counts), strict=True)
+        RowScore(hit.mean().item(), likelihood.mean().item(), _probability(row, likelihood))
+        for row, hit, likelihood in parts
     ]
+
+
+def _probability(row: Row, likelihood_n: torch.Tensor) -> float:
+    """The mean over the row's answers of the probability of all their tokens."""
+    begins = [i for i, target in enumerate(row.targets) if i == 0 or target != row.targets[i - 1] + 1]
+    lengths = [end - begin for begin, end in pairwise([*begins, len(row.targets)])]
+    return sum(answer.sum().exp().item() for answer in likelihood_n.split(lengths)) / len(lengths)

@@ -76,7 +76,7 @@ def halo(
         raise ValueError(
             f"knowledge has {len(knowledge)} values and recall {len(recall)}; each needs one a layer"
         )
-    if cap is not None and not cap > 0:
+    if cap is not None and not (isinstance(cap, int | float) and 0 < cap < math.inf):
         raise ValueError(
             f"cap is {cap}; it must be positive (the published code takes 50), or None for no cap"
         )

@@ -5,6 +5,7 @@ Nothing here imports torch, so that a stored table is ranked in no time.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 SCORES_FILE = "scores.jsonl"
 FORMAT = "hybridize selection"
 VERSION = 1
+EXAMPLE = '{"layer": 0, "recall": 0.9, "knowledge": 0.6}'
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,10 @@ class Score:
             return cls(float(plain))
         if not isinstance(plain, dict) or "value" not in plain:
             raise ValueError(f"a score is {plain!r}; it must be a number, or an object with a value")
+        for key in ("value", "standard_error"):
+            value = plain.get(key)
+            if not isinstance(value, int | float) and (key == "value" or value is not None):
+                raise ValueError(f"a score has the {key} {value!r}; it must be a number")
         parts = tuple(ScorePart(**part) for part in plain.get("parts", ()))
         return cls(float(plain["value"]), plain.get("standard_error"), plain.get("samples", 0), parts)
 
@@ -66,7 +72,9 @@ class LayerScores:
     loss: float | None = None
 
     @classmethod
-    def read(cls, plain: Mapping[str, Any]) -> LayerScores:
+    def read(cls, plain: Any) -> LayerScores:
+        if not isinstance(plain, Mapping):
+            raise ValueError(f"an entry is {plain!r}; it must be an object such as {EXAMPLE}")
         layer, loss = plain.get("layer"), plain.get("loss")
         if layer is not None and (isinstance(layer, bool) or not isinstance(layer, int) or layer < 0):
             raise ValueError(f"layer is {layer!r}; it must be a number from 0, or null for the teacher")
@@ -95,13 +103,17 @@ class ScoreTable:
         """Entries in any order, the last of a layer counts. Raises ValueError where layers are missing."""
         found = {entry.layer: entry for entry in entries}
         teacher = found.pop(None, None)
-        count = (identity or {}).get("layers") or 1 + max(
-            (layer for layer in found if layer is not None), default=0
-        )
-        missing = [layer for layer in range(count) if layer not in found]
-        if missing:
+        highest = max((layer for layer in found if layer is not None), default=0)
+        count = (identity or {}).get("layers") or 1 + highest
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError(f"{source}: identity.layers is {count!r}; it must be a number of layers")
+        if highest >= count:
+            raise ValueError(f"{source} has scores of layer {highest}, but its identity names {count} layers")
+        if len(found) < count:
+            some = list(itertools.islice((layer for layer in range(count) if layer not in found), 8))
+            more = ", ..." if count - len(found) > len(some) else ""
             raise ValueError(
-                f"{source} lacks {'layer' if len(missing) == 1 else 'layers'} {', '.join(map(str, missing))} of {count}; "
+                f"{source} lacks {'layer' if count - len(found) == 1 else 'layers'} {', '.join(map(str, some))}{more} of {count}; "
                 "run the sweep again, it goes on where it was stopped"
             )
         return cls(tuple(found[layer] for layer in range(count)), teacher, identity)
@@ -126,7 +138,8 @@ def load_scores(path: Path | str) -> ScoreTable:
     """The table of a sweep's file or folder (`scores.jsonl`), or of a selection's JSON.
 
     A line is `{"layer": 0, "recall": S, "knowledge": S}` with a number or an object for S; `"layer": null` is the teacher; the
-    first line of a sweep holds its `identity`. A half-written last line does not count.
+    first line of a sweep holds its `identity`. A half-written last line does not count there; without an identity nothing
+    says how many layers there are, so every line must be whole.
     Raises ValueError for files that are missing, of another format, or lack a layer.
     """
     path = Path(path)
@@ -140,17 +153,30 @@ def load_scores(path: Path | str) -> ScoreTable:
             raise ValueError(
                 f"{file} is {whole.get('format')!r} of version {whole.get('version')}; this reads {FORMAT!r} {VERSION}"
             )
-        teacher = [{**whole["teacher"], "layer": None}] if whole.get("teacher") else []
-        return ScoreTable.of(_entries([*whole["by_layer"], *teacher], file), whole.get("identity"), str(file))
-    lines = [line for line in map(parsed, text.split("\n")) if line is not None]
-    identity = next((line["identity"] for line in lines if "identity" in line), None)
+        by_layer, teacher = whole["by_layer"], whole.get("teacher")
+        if not isinstance(by_layer, list) or not isinstance(teacher, dict | None):
+            raise ValueError(f"{file}: by_layer must be a list of objects, and teacher an object or null")
+        entries = _entries([*by_layer, *([{**teacher, "layer": None}] if teacher else [])], file)
+        return ScoreTable.of(entries, _identity(whole.get("identity"), file), str(file))
+    written = [line for line in text.split("\n") if line.strip()]
+    lines = [line for line in map(parsed, written) if line is not None]
+    identity = _identity(next((line["identity"] for line in lines if "identity" in line), None), file)
     entries = _entries([line for line in lines if "layer" in line], file)
     if not entries:
-        raise ValueError(f'{file} holds no scores; a line is {{"layer": 0, "recall": 0.9, "knowledge": 0.6}}')
+        raise ValueError(f"{file} holds no scores; a line is {EXAMPLE}")
+    if identity is None and len(lines) < len(written):
+        number, line = next((i, line) for i, line in enumerate(written, 1) if parsed(line) is None)
+        raise ValueError(f"{file}: line {number} is no JSON object: {line[:60]!r}; a line is {EXAMPLE}")
     return ScoreTable.of(entries, identity, str(file))
 
 
-def _entries(lines: Sequence[Mapping[str, Any]], file: Path) -> list[LayerScores]:
+def _identity(value: Any, file: Path) -> Mapping[str, Any] | None:
+    if value is not None and not isinstance(value, Mapping):
+        raise ValueError(f"{file}: identity is {value!r}; it must be an object")
+    return value
+
+
+def _entries(lines: Sequence[Any], file: Path) -> list[LayerScores]:
     try:
         return [LayerScores.read(line) for line in lines]
     except (ValueError, TypeError) as error:
