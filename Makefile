@@ -44,9 +44,11 @@ imports: $(STAMP)
 	@echo "==> import-linter: who may import whom"
 	PYTHONPATH=src $(BIN)/lint-imports
 
+# Two processes of one thread each: tiny models gain nothing from threads, and two processes with two each on two cores take
+# several times as long.
 unit: $(EVAL)
 	@echo "==> pytest"
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 clean:
 	rm -rf $(VENV)

@@ -175,6 +175,20 @@ def test_evaluate_refuses(run, text, options, words):
     assert len(str(caught.value).splitlines()) == 1
 
 
+def test_an_ablation_that_would_touch_no_layer_is_refused(teacher, text, tmp_path):
+    """Of a layer-wise hybrid, whose layers have one branch each, `mixed` would leave everything as it is."""
+    from tests.models.hybrids import hybrid
+    from transformers import AutoTokenizer
+
+    hybrid("halo", vocab_size=AutoTokenizer.from_pretrained(teacher).vocab_size).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(teacher).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="^mode is 'softmax_only' with scope 'mixed', .*--scope all"):
+        evaluate(tmp_path, text, mode="softmax_only", tasks=["perplexity"])
+    whole = evaluate(tmp_path, text, tasks=["perplexity"])["perplexity"]
+    removed = evaluate(tmp_path, text, tasks=["perplexity"], mode="softmax_only", scope="all")["perplexity"]
+    assert whole != removed
+
+
 def test_data_and_overrides_belong_to_recipe_files(teacher, text, tmp_path):
     with pytest.raises(ValueError, match="^overrides and data need"):
         hybridize.convert(str(teacher), bench.recipe(text), tmp_path, data="x.txt")

@@ -334,6 +334,11 @@ def evaluate(
             values["length_note"] = note
         split_at = None
         if hybrid is not None:
+            if mode != "hybrid" and scope == "mixed" and not any(mixer.mixed for mixer in hybrid.mixers):
+                raise ValueError(
+                    f"mode is {mode!r} with scope 'mixed', which concerns layers with a softmax and a linear branch; this model "
+                    "has none: give scope 'all' (--scope all) to remove whole layers"
+                )
             stack.enter_context(hybrid.override(mode, removal, scope))  # type: ignore[arg-type]
             values["effective_spec"] = hybrid.effective_spec["override"]
             split_at = first_far_position(hybrid.spec.groups)

@@ -144,7 +144,7 @@ def _parameters(path: Path) -> dict[str, Any]:
     """rule, keep and cap of a selection's JSON; nothing for the scores of a sweep."""
     from hybridize.select.table import parsed
 
-    whole = parsed(path.read_text(encoding="utf-8")) if path.is_file() else None
+    whole = parsed(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else None
     return whole if whole is not None and "by_layer" in whole else {}
 
 
@@ -152,7 +152,14 @@ def _read(path: Path) -> Selection:
     """A selection as its JSON says."""
     from hybridize.select.table import parsed
 
-    whole = parsed(path.read_text(encoding="utf-8")) or {}
+    whole = parsed(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else None
+    if not {"rule", "layers", "keep", "given", "cap"} <= set(whole or {}):
+        run = path.parents[2]
+        raise ValueError(
+            f"{path} is missing or damaged; remove {path.with_name('outcome.json')} and {run / 'student.json'} and run the same "
+            "command again: the scores give it anew"
+        )
+    assert whole is not None
     scored = whole["rule"] in ("halo", "jet", "kl")
     return choose(
         whole["rule"],

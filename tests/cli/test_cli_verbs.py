@@ -358,3 +358,10 @@ def test_extend_prints_the_search(cli, record, tmp_path):
     for part in ("3 rows of 512 tokens of code", "no scale", "-0.25", "-0.31", "kept: log_position:100"):
         assert part in out
     assert "100 is the smallest base tried" in out
+
+
+@pytest.mark.parametrize("option", ["--ruler", "--tasks", "--texts"])
+def test_eval_refuses_an_empty_list(cli, record, option):
+    calls = record("evaluate")
+    code, _, err = cli("eval", "run", option, " , ")
+    assert code == 2 and f"{option} is ' , '; name at least one" in err and not calls

@@ -68,7 +68,7 @@ def test_loss_and_gradient_are_those_of_the_materialised_divergence(batch):
         ({"lora": {"rank": 2}}, lambda name: "lora_" in name or ".groups." in name),
         ({"lora": {"rank": 2, "on": ["q"]}}, lambda name: "q_proj.lora_" in name or ".groups." in name),
     ],
-    ids=str,
+    ids=["all", "mixers", "lora", "lora on q"],
 )
 def test_what_trains(step, trains, batch):
     model, teacher = halo_student(), halo.teacher()

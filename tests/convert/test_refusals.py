@@ -204,6 +204,9 @@ def test_a_folder_that_is_no_run_is_left_alone(teacher, text, tmp_path):
     assert (tmp_path / "model" / "precious").read_text() == "kept"
     file = tmp_path / "model" / "precious"
     assert refusal(lambda: convert(teacher, text, file)) == f"out is '{file}', a file; name a folder"
+    before = sorted(path.name for path in teacher.iterdir())
+    assert "which holds a model" in refusal(lambda: convert(teacher, text, teacher))
+    assert sorted(path.name for path in teacher.iterdir()) == before
 
 
 def test_a_hybrid_is_no_teacher(whole, text, tmp_path):

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hybridize.evals.haystacks import Haystack
 from hybridize.evals.ruler import GROUPS, NIAH, per_cent, run_ruler, string_match_all
-from hybridize.evals.ruler_records import model_fingerprint
+from hybridize.evals.ruler_records import Records, model_fingerprint
 from hybridize.evals.ruler_tasks import TASKS, Form, least_length, make_sample
 
 
@@ -253,3 +253,9 @@ def test_wrong_arguments_are_refused(tokenizer: PreTrainedTokenizerFast) -> None
         with pytest.raises(ValueError, match=message):
             ask(model, tokenizer, **options)
     assert GROUPS["niah"] == NIAH and not model.batches
+
+
+def test_records_in_a_file_are_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="records is .* which is no folder"):
+        Records(tmp_path / "file", {"task": "vt", "length": 512})

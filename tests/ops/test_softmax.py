@@ -214,3 +214,31 @@ def test_q_and_k_wider_than_v_as_autocast_gives_them(name, grouped):
     ).state
     step = op.step(x.q[:, -1:], x.k[:, -1:], x.v[:, -1:].bfloat16(), WINDOWS[name], state=state).o
     torch.testing.assert_close(step[:, 0], o[:, -1], rtol=0, atol=4e-2)
+
+
+@pytest.mark.parametrize("kind", ["sliding", "terraced"])
+@pytest.mark.parametrize("sinks", [0, 3])
+def test_a_window_far_larger_than_the_text_costs_no_more_than_the_text(kind, sinks):
+    """A grid of the window's size would be `[16384, 32768]` a head, at every decoded token too."""
+    x = inputs(2, 9)
+    window = Window(kind, 1 << 14, sinks)
+    whole = op.forward(x.q, x.k, x.v, None, scale=0.3).o
+    result = op.forward(
+        x.q[:, :5],
+        x.k[:, :5],
+        x.v[:, :5],
+        window,
+        scale=0.3,
+        sequences=Sequences.dense(2, 5),
+        return_state=True,
+    )
+    outputs, state = [result.o], result.state
+    for t in range(5, 9):
+        piece = slice(t, t + 1)
+        result = op.forward(
+            x.q[:, piece], x.k[:, piece], x.v[:, piece], window, scale=0.3,
+            sequences=Sequences.dense(2, 1, [t, t]), state=state, return_state=True,
+        )  # fmt: skip
+        outputs.append(result.o)
+        state = result.state
+    torch.testing.assert_close(torch.cat(outputs, 1), whole, atol=1e-5, rtol=1e-5)

@@ -33,3 +33,16 @@ def test_log_length(length):
 def test_constant():
     factor = log_scale.constant(T, 1.25)
     assert factor.dtype == torch.float32 and factor.shape == T.shape and (factor == 1.25).all()
+
+
+def test_a_scale_is_not_rounded_to_the_models_dtype():
+    """In bf16 a factor of 1.3333 would be 1.3359; q is rounded once, after the product."""
+    from hybridize.layers.placing import place
+    from hybridize.ops.sequences import Sequences
+    from hybridize.spec import GroupSpec
+
+    scale = {"kind": "constant", "value": 4 / 3}
+    spec = GroupSpec.model_validate({"attention": "softmax", "position": "none", "logit_scale": scale})
+    q = torch.full((1, 3, 1, 2), 3.0, dtype=torch.bfloat16)
+    placed, _ = place(spec, q, q, Sequences.dense(1, 3), lambda q, k: (q, k), rotated=False, training=False)
+    assert placed.dtype == torch.bfloat16 and (placed == 4).all()

@@ -84,6 +84,22 @@ def test_the_control_has_the_students_bytes(spec):
     assert window_control(resolved, model.shapes, 2) == resolved
 
 
+def test_heads_of_full_softmax_beside_others_stay_the_teachers():
+    groups = [
+        {"attention": "lightning", "heads": "1/2"},
+        {"attention": "softmax", "heads": "1/2", "position": "none"},
+    ]
+    model = hybrid({"all": {"groups": groups}}, head_dim=64)
+    control = window_control(model.spec, model.shapes, 2)
+    assert [group.window for group in control.layers[0].groups][1] is None
+    (size,) = window_sizes(control)
+    assert 0 < size < 1000  # not as many keys as the full heads hold at some length
+    at = (state_bytes(spec, model.shapes, 4096, 2) for spec in (model.spec, control))
+    ours, theirs = at
+    one_key = 2 * model.shapes[0].head_dim * 2  # of the one KV head
+    assert ours - one_key * len(model.shapes) < theirs <= ours
+
+
 def test_a_state_smaller_than_a_key_has_no_control():
     model = hybrid({"all": {"attention": "softmax", "window": {"kind": "sliding", "size": SINKS}}})
     assert window_control(model.spec, model.shapes, 2) is None

@@ -126,6 +126,36 @@ def test_a_checkpoint_without_its_run_stands_in_for_its_teacher(run, text, tmp_p
     assert [model.kind for model in found.runs[0].models[:2]] == ["teacher", "student"]
 
 
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ({"all": {"attention": "lightning"}, "layers": {"1": {"attention": "softmax"}}}, "No layer has both"),
+        (
+            {
+                "all": {
+                    "groups": [
+                        {"attention": "lightning", "heads": "1/2"},
+                        {"attention": "softmax", "heads": "1/2", "position": "none"},
+                    ]
+                }
+            },
+            "stand in different heads",
+        ),
+    ],
+)
+def test_hybrids_of_whole_layers_and_of_heads_have_no_branch_to_bypass(teacher, text, tmp_path, spec, said):
+    step = {"transfer": {"tokens": 256, "train": "mixer", "batch": {"rows": 2}, "validation_rows": 2}}
+    raw = bench.plain(text) | {"spec": spec, "steps": [step]}
+    run = hybridize.convert(
+        str(teacher), Recipe.from_dict(raw), tmp_path / "run", device="cpu", progress=False
+    )
+    found = diagnose(run, out=tmp_path / "out", texts=[str(text)], scope="all", quick=True)
+    verdict = found.runs[0].verdict
+    assert verdict.linear == "not_applicable" and said in verdict.sentence
+    names = {model.name for model in found.runs[0].models}
+    assert "teacher, window of the same bytes" in names
+
+
 def test_several_runs_side_by_side(run, text, tmp_path):
     extended = hybridize.extend(run, tmp_path / "wider", window="sliding:12", mix=0.3)
     found = diagnose(run, extended, out=tmp_path / "out", texts=[str(text)], quick=True)

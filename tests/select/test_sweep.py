@@ -11,6 +11,7 @@ from tests.models.hybrids import KEPT, LINEAR, hybrid, tokens
 from torch import nn
 
 from hybridize.select import Score, choose, load_scores
+from hybridize.select.journal import Journal
 from hybridize.select.rows import Row
 from hybridize.select.scores import TokenProbe
 from hybridize.select.sweep import kl_sweep, swapped, sweep
@@ -211,3 +212,19 @@ def test_kl_goes_on_and_refuses_other_settings(tmp_path, teacher, student):
     assert found.losses() == [2.0, 1.0, 1.5] and training.seen == [1, 2]
     with pytest.raises(ValueError, match="loss nan with softmax in layer 0"):
         kl_sweep(student, teacher.mixers, Training([float("nan")] * 3), tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"identity": {"layers": 2}}\n{"layer": "x"}\n', r"layer is 'x'.*; remove that line"),
+        ('{"identity": 5}\n{"layer": 0, "recall": 0.5}\n', "scores made with other layers"),
+    ],
+)
+def test_a_damaged_journal_is_named(tmp_path, text, said):
+    path = tmp_path / "scores.jsonl"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=rf"scores\.jsonl.*{said}"):
+        Journal(path, {"layers": 2})
+    path.write_text('{"identity": 5}\n')  # nothing was ever finished there
+    assert Journal(path, {"layers": 2}).entries == {}

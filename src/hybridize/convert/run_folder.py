@@ -58,11 +58,15 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """One conversion at a time in a folder. Raises ValueError where another process works in it."""
+        """One conversion at a time in a folder. Raises ValueError where another process works in it, and for a model's own folder."""
         from filelock import FileLock, Timeout
 
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"out is {str(self.path)!r}, a file; name a folder")
+        if (self.path / "config.json").exists() and not (self.path / "run.json").exists():
+            raise ValueError(
+                f"out is {str(self.path)!r}, which holds a model; name a folder of the run's own"
+            )
         self.path.mkdir(parents=True, exist_ok=True)
         lock = FileLock(self.path / ".lock")
         try:

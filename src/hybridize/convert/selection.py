@@ -58,7 +58,11 @@ def check_probes(recipe: Recipe, run: RunFolder, config: PreTrainedConfig) -> No
 def _check_probe(step: SelectStep, config: PreTrainedConfig) -> None:
     if step.scores is not None:
         choose(
-            step.rule, config.num_hidden_layers, step.keep, scores=Path(step.scores).expanduser(), cap=step.cap
+            step.rule,
+            config.num_hidden_layers,
+            step.keep,
+            scores=Path(step.scores).expanduser(),
+            cap=step.cap,
         )
         return
     positions = config.max_position_embeddings

@@ -5,7 +5,7 @@
 
 beta reaches 2, so that the memory's eigenvalues lie in (-1, 1): HypeNet (arXiv 2601.22156, Table 15) allows negative ones;
 the GDN paper itself stops at sigmoid. q and k have length 1 a head, always: the rule is stable for beta |k|^2 <= 2 only, and an
-RMS norm (`qk_norm`) makes |k|^2 = D; its weights still choose among channels. No convolution, and no SiLU on q, k and v (which
+RMS norm (`qk_norm`) makes |k|^2 = D; its weights still choose among channels. No convolution unless the spec asks, and no SiLU on q, k and v (which
 HypeNet's models trained from scratch have): they stay the teacher's.
 
 Legend: B rows, T tokens, E width, H query heads of the group, D head dim.

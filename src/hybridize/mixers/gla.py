@@ -2,7 +2,7 @@
 
     S_t = Diag(alpha_t) S_{t-1} + k_t^T v_t ,   o_t = q_t S_t / sqrt(D) ,   alpha_t = sigmoid(W2 W1 x_t + b)^(1/16)
 
-The teacher's q, k and v, no convolution; the low rank is 16.
+The teacher's q, k and v, no convolution unless the spec asks; the low rank is 16.
 
 Legend: B rows, T tokens, E width, H query heads of the group, D head dim, R low rank.
 """

@@ -3,7 +3,7 @@
     S_t = (I - beta_t k_t^T k_t) Diag(exp(g_t)) S_{t-1} + beta_t k_t^T v_t ,   o_t = q_t S_t / sqrt(D)
     g_t = -exp(A_log) softplus(W2 W1 x_t + b) ,   beta_t = sigmoid(U x_t)
 
-beta stays below 1, as in its paper; q and k have length 1 a head whatever `qk_norm` does (see `gdn`). No convolution and no SiLU.
+beta stays below 1, as in its paper; q and k have length 1 a head whatever `qk_norm` does (see `gdn`). No convolution unless the spec asks, no SiLU.
 HypeNet's authors report (arXiv 2601.22156, appendix G.2) that their distillation of it diverged.
 
 Legend: B rows, T tokens, E width, H query heads of the group, D head dim.

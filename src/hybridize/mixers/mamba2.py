@@ -3,7 +3,7 @@
     S_t = exp(A dt_t) S_{t-1} + dt_t k_t^T v_t ,   o_t = q_t S_t + D v_t ,   dt_t = softplus(W x_t + b) ,   A < 0
 
 The multi-head form of HypeNet (arXiv 2601.22156, appendix G.1): q is Mamba-2's C, k its B and v its x, with as many heads of
-each, so that a teacher's projections carry over; the original shares B and C among heads. No convolution, no scale on q k.
+each, so that a teacher's projections carry over; the original shares B and C among heads. No convolution unless the spec asks, no scale on q k.
 
 Legend: B rows, T tokens, E width, H query heads of the group, D head dim.
 """

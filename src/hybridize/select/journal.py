@@ -42,7 +42,8 @@ class Journal:
     def _read(self, restart: bool) -> None:
         lines = [parsed(line) for line in self.path.read_text(encoding="utf-8", errors="replace").split("\n")]
         header = (lines[0] or {}).get("identity")
-        if header is None and not any(lines):
+        header = header if isinstance(header, dict) else None
+        if header is None and not any(line is not None and "layer" in line for line in lines):
             return  # nothing was ever finished here
         if header != self.identity:
             differing = sorted(
@@ -55,7 +56,10 @@ class Journal:
                 raise ValueError(f"{what}; use another folder, or restart=True to discard them")
             log.warning("%s; they are discarded and the sweep starts anew", what)
             return
-        entries = [LayerScores.read(line) for line in lines if line is not None and "layer" in line]
+        try:
+            entries = [LayerScores.read(line) for line in lines if line is not None and "layer" in line]
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{self.path}: {error}; remove that line, its layer is scored again") from error
         self.entries = {entry.layer: entry for entry in entries}
 
     def _rewrite(self) -> None:

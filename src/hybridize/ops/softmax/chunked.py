@@ -8,6 +8,7 @@ Legend: N rows, T tokens, S keys, H query heads, G KV heads, D head dim, V value
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -47,6 +48,16 @@ def forward(
     q, k, v = (x.flatten(0, 1) for x in (q_BTHD, k_BTGD, v_BTGV))
     if window is not None:
         assert state is None or isinstance(state, RingState)
+        if state is None and max(sequences.lengths, default=0) <= window.first_far_position:
+            # the window hides nothing: a grid of its size could be far larger than the text
+            o, lse = _fresh(q, k, v, scale, softcap, sequences, return_aux)
+            return _result(
+                o, advance_ring(sequences, window, k, v, None) if return_state else None, lse, sequences
+            )
+        if state is not None and sequences.is_step and softcap is None and not return_aux:
+            ring = advance_ring(sequences, window, k, v, state)
+            o = _step(q, ring, window, scale, sequences).to(v.dtype)
+            return _result(o, ring if return_state else None, None, sequences)
         grid = get_grid(sequences, window.chunk(), window)
         kv = (
             grid.lay_keys(k, state.k_NRGD if state else None),
@@ -101,6 +112,23 @@ def _fresh(
             lses.append(lse.flatten(0, 1))
     o, lse = torch.cat(outputs), torch.cat(lses) if lses else None
     return rearrange(o, back_P, index_S), rearrange(lse, back_P, index_S) if lse is not None else None
+
+
+def _step(q_NHD: Tensor, ring: RingState, window: Window, scale: float, sequences: Sequences) -> Tensor:
+    """`o_NHV` of one token a row, whose key is in the ring already: the slots and the sinks that it sees."""
+    slots, dtype = ring.k_NRGD.shape[1], compute_dtype(q_NHD)
+
+    def make() -> Tensor:
+        t_N1 = sequences.tensor("starts")[:, None]
+        position_NR = t_N1 - (t_N1 - torch.arange(slots, device=t_N1.device)) % max(slots, 1)
+        near = replace(window, sinks=0).near(t_N1, position_NR) & (position_NR >= window.sinks)
+        sinks = torch.arange(window.sinks, device=t_N1.device) <= t_N1
+        return torch.cat([near, sinks], 1)[:, None, None]
+
+    seen_N11K = sequences.once(("seen", window), make)
+    k_NKGD = torch.cat([ring.k_NRGD, ring.sink_k_NsGD], 1).to(dtype)
+    v_NKGV = torch.cat([ring.v_NRGV, ring.sink_v_NsGV], 1).to(dtype)
+    return _fused(q_NHD[:, None].to(dtype), k_NKGD, v_NKGV, scale, attn_mask=seen_N11K)[:, 0]
 
 
 def _continued(
