@@ -27,19 +27,12 @@ def scaled(*steps):
     return [*(part for key in keys for part in ("--set", key)), "--device", "cpu"]
 
 
-HALO = [
-    *scaled("transfer", "distill", "long_context"),
-    "--set", "long_context.length=256", "--set", "steps[1]={select: {rule: uniform}}",
-]  # fmt: skip
 # What a command runs as: extra arguments that scale it down, on a recipe's own keys where it trains. The first that begins
 # the command counts.
 SCALED: dict[str, list[str]] = {
-    "hybridize select": HALO,
-    "hybridize convert smollm2-135m -r halo-smollm2-135m": HALO,
     "hybridize convert": scaled("transfer", "finetune"),
-    "hybridize eval runs/halo --ruler": ["--samples", "1", "--lengths", "512", "--device", "cpu"],
     "hybridize eval": ["--samples", "1", "--lengths", "256", "--device", "cpu"],
-    "hybridize diagnose": ["--rows", "2", "--length", "192", "--device", "cpu"],
+    "hybridize diagnose": ["--rows", "2", "--length", "144", "--device", "cpu"],
     "hybridize generate": ["--max-new-tokens", "4", "--device", "cpu"],
     "hybridize chat": ["--max-new-tokens", "4", "--device", "cpu"],
 }

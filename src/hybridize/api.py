@@ -160,6 +160,10 @@ def extend(
     model, tokenizer = load(
         run_or_model, device=device if bases else "cpu", window=window, mix=mix, logit_scale=logit_scale
     )
+    if bases and not isinstance(model, HybridForCausalLM):
+        raise ValueError(
+            f"search_bases, but {str(run_or_model)!r} is no hybrid; give a converted run or checkpoint"
+        )
     record: dict[str, Any] = {"source": str(run_or_model), "window": str(window) if window else None}
     record |= {"mix": mix, "logit_scale": logit_scale}
     if bases:
