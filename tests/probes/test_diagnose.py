@@ -198,10 +198,12 @@ def test_no_run_is_refused(tmp_path):
         hybridize.diagnose([], tmp_path)
 
 
+@pytest.mark.slow  # five minutes on one thread: pytest -m slow tests/probes
 @pytest.mark.teacher
-@pytest.mark.parametrize(("gate", "linear", "window"), [(1.0, "bypassed", "used"), (0.0, None, "unused")])
-def test_a_branch_of_the_real_teacher_that_is_forced_off_is_seen(gate, linear, window, tmp_path):
-    """g = 1 leaves the linear branch no weight, g = 0 the window none (but for queries without far keys)."""
+@pytest.mark.parametrize(("gate", "linear"), [(1.0, "bypassed"), (0.0, None)])
+def test_a_branch_of_the_real_teacher_that_is_forced_off_is_seen(gate, linear, tmp_path):
+    """g = 1 leaves the linear branch no weight, g = 0 the window none, but for the first 64 queries, which have no far keys and
+    pass on what they saw: later tokens then miss a little of the window too, on some texts more than the verdict's bound."""
     model, tokenizer = hybridize.load("smollm2-135m", device="cpu")
     spec = {"attention": "windowed_linear", "window": {"kind": "sliding", "size": 64},
             "normalizer": {"kind": "separate", "gate": gate}, "feature_map": {"features": 16}}  # fmt: skip
@@ -212,9 +214,10 @@ def test_a_branch_of_the_real_teacher_that_is_forced_off_is_seen(gate, linear, w
     torch.manual_seed(0)
     found = diagnose(tmp_path / "model", out=tmp_path, texts=["docstrings"], quick=True, rows=3, length=384)
     (entry,) = found.runs
-    assert entry.verdict.window == window
     if linear is None:
+        assert entry.verdict.figures["window"].value < 0.5  # 4.9 to 5.6 in conversions that use it
         return
+    assert entry.verdict.window == "used"
     assert entry.verdict.linear == linear
     removed = models_of(found)["softmax_only, zero"].texts["docstrings"].far_delta
     assert (removed.value, removed.low, removed.high) == (0, 0, 0)
