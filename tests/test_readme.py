@@ -31,7 +31,7 @@ def scaled(*steps):
 # the command counts.
 SCALED: dict[str, list[str]] = {
     "hybridize convert": scaled("transfer", "finetune"),
-    "hybridize eval": ["--samples", "1", "--lengths", "256", "--device", "cpu"],
+    "hybridize eval": ["--tasks", "perplexity", "--samples", "1", "--lengths", "256", "--device", "cpu"],
     "hybridize diagnose": ["--rows", "2", "--length", "144", "--device", "cpu"],
     "hybridize generate": ["--max-new-tokens", "4", "--device", "cpu"],
     "hybridize chat": ["--max-new-tokens", "4", "--device", "cpu"],
