@@ -13,15 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
-from lolcats_study import MODEL, ROOT, Job, commit, machine, run
+from lolcats_study import MODEL, ROOT, Job, Places, commit, machine, run
 
 SEPARATE = "{attention: windowed_linear, window: {kind: sliding, size: 96}, normalizer: {kind: separate, gate: 0.5}, " \
     "feature_map: {kind: hedgehog, features: 74, init: identity_noise}}"  # fmt: skip
@@ -136,20 +134,14 @@ def main() -> None:
         job for job in jobs(options.tokens, options.rows) if not options.only or job.name in options.only
     ]
 
-    places: SimpleQueue[int] = SimpleQueue()
-    for place in range(options.jobs):
-        places.put(place % options.devices)
+    places = Places(options.jobs, options.devices)
 
     def both(job: Job) -> dict[str, Any]:
         job.overrides += options.set
-        place = places.get()
-        environment = (
-            {**os.environ, "CUDA_VISIBLE_DEVICES": str(place)} if options.devices > 1 else dict(os.environ)
-        )
-        result = run(job, options.out, environment)
         folder, wanted = options.out / job.name, options.diagnose.split()
-        diagnosis = diagnose(folder, wanted, environment) if result["exit"] == 0 else {}
-        places.put(place)
+        with places.one() as environment:
+            result = run(job, options.out, environment)
+            diagnosis = diagnose(folder, wanted, environment) if result["exit"] == 0 else {}
         return {**result, "diagnosis": diagnosis}
 
     with ThreadPoolExecutor(options.jobs) as pool:

@@ -15,17 +15,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 from component_study import rounded
-from lolcats_study import MODEL, ROOT, Job, commit, machine, run
+from lolcats_study import MODEL, ROOT, Job, Places, commit, machine, run
 
 RECIPE = "halo-smollm2-135m"
 TEACHER_POSITIONS = 8192
@@ -72,8 +70,8 @@ def ask(name: str, model: str, options: list[str], out: Path, environment: dict[
 def plain(evaluation: dict[str, Any]) -> dict[str, Any]:
     """The figures of an evaluation without rows, buckets and paths."""
     kept: dict[str, Any] = {}
-    for text in evaluation.get("perplexity") or []:
-        kept.setdefault("perplexity", {})[text["text"]] = text["perplexity"]
+    if texts := evaluation.get("perplexity"):
+        kept["perplexity"] = {name: text["perplexity"] for name, text in texts.items()}
     if evaluation.get("passkey"):
         lengths = evaluation["passkey"]
         lengths = lengths.get("lengths", lengths) if isinstance(lengths, dict) else lengths
@@ -83,7 +81,7 @@ def plain(evaluation: dict[str, Any]) -> dict[str, Any]:
             {key: row[key] for key in ("task", "length", "score", "low", "high", "samples") if key in row}
             for row in ruler["results"]
         ]
-        kept["niah"] = ruler["niah"]
+        kept["niah"] = ruler.get("niah")
         kept["haystack"] = ruler["haystack"]
     return kept
 
@@ -105,6 +103,10 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="names of runs, `teacher` among them")
     parser.add_argument("--set", action="append", default=[], help="override for every run")
     parser.add_argument("--lengths", default="1024,4096,16384", help="of RULER, for the students")
+    parser.add_argument(
+        "--far", type=int, default=32768, help="length of single-1 alone, with half the samples"
+    )
+    parser.add_argument("--batch-tokens", type=int, default=262144, help="of RULER's prompts at a time")
     parser.add_argument("--passkeys", default="512,1024,2048,4096")
     parser.add_argument("--samples", type=int, default=40, help="a task and length")
     parser.add_argument("--rows", type=int, default=100, help="of each text")
@@ -117,59 +119,52 @@ def main() -> None:
         for job in jobs(options.seeds, [*asked, *options.set])
         if (job.name in options.only if options.only else job.name not in ARMS)
     ]
-    places: SimpleQueue[int] = SimpleQueue()
-    for place in range(options.jobs):
-        places.put(place % options.devices)
-    text = ["--tasks", "perplexity", "--samples", str(options.rows), "--dtype", "bf16"]
+    places = Places(options.jobs, options.devices)
+    text = ["--tasks", "perplexity", "--samples", str(options.rows), "--dtype", "bfloat16"]
     keys = [
         "--tasks",
         "passkey",
         "--samples",
         str(options.samples),
         "--dtype",
-        "bf16",
+        "bfloat16",
         "--lengths",
         options.passkeys,
     ]
-    needles = ["--ruler", "niah", "--samples", str(options.samples), "--dtype", "bf16", "--lengths"]
+    asking = ["--dtype", "bfloat16", "--batch-tokens", str(options.batch_tokens), "--lengths"]
+    needles = ["--ruler", "niah", "--samples", str(options.samples), *asking]
+    far = ["--ruler", "niah_single_1", "--samples", str(max(options.samples // 2, 1)), *asking]
 
     def everything(name: str, model: str, lengths: str, environment: dict[str, str]) -> dict[str, Any]:
-        parts = {
-            "text": ask(f"{name}.text", model, text, options.out, environment),
-            "keys": ask(f"{name}.keys", model, keys, options.out, environment),
-            "needles": ask(f"{name}.needles", model, [*needles, lengths], options.out, environment),
-        }
-        return {key: value for part in parts.values() for key, value in plain(part).items()}
+        asked = {"text": text, "keys": keys, "needles": [*needles, lengths]}
+        parts = [
+            ask(f"{name}.{part}", model, about, options.out, environment) for part, about in asked.items()
+        ]
+        return {key: value for part in parts for key, value in plain(part).items()}
 
     def convert(job: Job) -> tuple[str, dict[str, Any]]:
-        place = places.get()
-        environment = dict(os.environ)
-        if options.devices > 1:
-            environment["CUDA_VISIBLE_DEVICES"] = str(place)
-        result = run(job, options.out, environment)
-        result.pop("milestones")
         folder = options.out / job.name
-        if result["exit"] == 0:
-            result["evaluation"] = everything(job.name, str(folder), options.lengths, environment)
-            result["selection"] = selection(folder)
-        places.put(place)
+        with places.one() as environment:
+            result = run(job, options.out, environment)
+            result.pop("milestones")
+            if result["exit"] == 0:
+                result["evaluation"] = everything(job.name, str(folder), options.lengths, environment)
+                about = [*far, str(options.far)]
+                result["far"] = plain(ask(f"{job.name}.far", str(folder), about, options.out, environment))
+                result["selection"] = selection(folder)
         return job.name, result
 
     def teacher() -> tuple[str, dict[str, Any]]:
-        place = places.get()
-        environment = dict(os.environ)
-        if options.devices > 1:
-            environment["CUDA_VISIBLE_DEVICES"] = str(place)
         lengths = options.lengths.split(",")
         near = ",".join(length for length in lengths if int(length) <= TEACHER_POSITIONS)
-        result = {"exit": 0, "evaluation": everything("teacher", MODEL, near, environment)}
-        for length in lengths:
-            if int(length) > TEACHER_POSITIONS:
+        with places.one() as environment:
+            result = {"exit": 0, "evaluation": everything("teacher", MODEL, near, environment)}
+            beyond = [(needles, length) for length in lengths if int(length) > TEACHER_POSITIONS]
+            for questions, length in (*beyond, (far, str(options.far))):
                 for trick in ("yarn", "dynamic_ntk"):
-                    about = [*needles, length, "--length-trick", trick]
+                    about = [*questions, length, "--length-trick", trick]
                     found = ask(f"teacher.{trick}.{length}", MODEL, about, options.out, environment)
                     result[f"{trick} {length}"] = plain(found)
-        places.put(place)
         return "teacher", result
 
     with ThreadPoolExecutor(options.jobs) as pool:

@@ -26,27 +26,10 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from hybridize.models.modeling import CACHE
 from hybridize.models.surgery import hybridize_model, replace_layers, resolve_spec, softmax_teacher
-from hybridize.spec import HybridSpec
+from hybridize.recipe import load_recipe
 
 KEPT = (3, 21, 2, 9, 25, 6, 8)
-SPEC = HybridSpec.model_validate(
-    {
-        "all": {
-            "attention": "lightning",
-            "position": "rope",
-            "qk_norm": True,
-            "output_norm": True,
-            "output_gate": True,
-            "heads": "expand",
-        },
-        "kept": {
-            "attention": "softmax",
-            "position": "none",
-            "logit_scale": {"kind": "log_position", "base": 500},
-            "output_gate": True,
-        },
-    }
-)
+SPEC = load_recipe("halo-qwen3-1.7b").spec
 
 
 def shape(options: argparse.Namespace) -> Qwen3Config:

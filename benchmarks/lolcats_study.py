@@ -12,13 +12,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -85,6 +89,7 @@ def run(job: Job, out: Path, environment: dict[str, str] | None = None) -> dict[
             name: {
                 key: outcome[key]
                 for key in ("steps", "tokens", "seconds", "tokens_per_second", "peak_memory_bytes")
+                if key in outcome
             }
             for name, outcome in outcomes.items()
         },
@@ -92,6 +97,26 @@ def run(job: Job, out: Path, environment: dict[str, str] | None = None) -> dict[
         if measured.is_file()
         else [],
     }
+
+
+class Places:
+    """Places on CUDA devices for runs side by side: a run takes one, and gives it back also when it fails."""
+
+    def __init__(self, jobs: int, devices: int) -> None:
+        self.devices = devices
+        self.free: SimpleQueue[int] = SimpleQueue()
+        for place in range(jobs):
+            self.free.put(place % devices)
+
+    @contextmanager
+    def one(self) -> Iterator[dict[str, str]]:
+        """The environment of a run on the next free place; this process's where there is one device."""
+        place = self.free.get()
+        own = {"CUDA_VISIBLE_DEVICES": str(place)} if self.devices > 1 else {}
+        try:
+            yield {**os.environ, **own}
+        finally:
+            self.free.put(place)
 
 
 def without_rows(milestone: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -39,7 +40,7 @@ def convert(
     recipe: str | Path | Recipe,
     out: str | Path,
     *,
-    data: str | None = None,
+    data: str | Sequence[str] | None = None,
     overrides: Mapping[str, Any] | Sequence[str] | None = None,
     device: str | None = None,
     stop_after: str | None = None,
@@ -50,7 +51,7 @@ def convert(
     Args:
         model: hub id, local folder, GGUF file or alias.
         recipe: a recipe, its file, or the name of one that ships; `overrides` change it (see `load_recipe`).
-        data: text in place of the recipe's source.
+        data: text, or several, in place of the recipe's source.
         device: `cpu`, `cuda`, ...; by default the GPU where there is one.
         stop_after: a step's name or number.
 
@@ -67,7 +68,8 @@ def convert(
     )
     if data is not None:
         if isinstance(changes, list):
-            changes.append(f"data.source={data}")
+            written = data if isinstance(data, str) else json.dumps(list(data), ensure_ascii=False)
+            changes.append(f"data.source={written}")
         else:
             changes["data.source"] = data
     if isinstance(recipe, Recipe):
@@ -269,6 +271,7 @@ def evaluate(
     ruler_scorer: str = "nvidia",
     essays: str | Path | None = None,
     chat: bool = False,
+    batch_tokens: int | None = None,
     records: str | Path | None = None,
     length_trick: str = "none",
     window: str | None = None,
@@ -288,7 +291,7 @@ def evaluate(
             task and length (40).
         include_path, limit, shots: of lm-eval: a folder of local task files, the first samples of each task only, examples
             before each question.
-        ruler, ruler_scorer, essays, chat: RULER tasks and groups (`niah`, `vt`, ...) and how they are asked: see
+        ruler, ruler_scorer, essays, chat, batch_tokens: RULER tasks and groups (`niah`, `vt`, ...) and how they are asked: see
             `evals.ruler.run_ruler`.
         records: folder of RULER's answers, from which a stopped evaluation goes on; by default `ruler` in a hybrid's
             folder, and none for teachers.
@@ -310,6 +313,7 @@ def evaluate(
         ruler_scorer=ruler_scorer,  # type: ignore[arg-type]
         essays=essays,
         chat=chat,
+        batch_tokens=batch_tokens,
     )
     edits = {"window": window, "mix": mix, "logit_scale": logit_scale}
     model, tokenizer = load(run_or_model, device=device, dtype=dtype, **edits)  # type: ignore[arg-type]

@@ -146,9 +146,10 @@ def _texts(first: str | Path, texts: Sequence[str] | None, length: int, quick: b
     recipe = Path(first) / "recipe.yaml"
     if recipe.is_file():
         own = load_recipe(recipe).data.model_copy(update={"length": length})
-    specs = {own.source: own}
-    if not quick:
-        specs.setdefault("code", DataSpec(source="code", length=length))
+    specs = own.by_source()
+    if quick:
+        return dict([*specs.items()][:1])
+    specs.setdefault("code", DataSpec(source="code", length=length))
     return specs
 
 

@@ -253,12 +253,14 @@ def logits_kl(
     logit_scale: float | None = None,
     vocab_size: int | None = None,
     chunk: int | None = None,
+    rows: Callable[..., tuple[Tensor, Tensor | None]] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """KL(teacher || student) of the next-token distributions in nats, summed over counted positions, chunked alike.
 
     The two heads may be padded to different vocabularies and have different widths: the first `vocab_size` rows, or the
     smaller of the two sizes, are compared. Positions count where `mask_BT` is true (all without a mask). The teacher
-    gets no gradient. Forward KL as in HALO (arXiv 2601.22156), stage 2.
+    gets no gradient. `rows` computes a chunk: `kl_rows` (the default) or a compiled form of it. Forward KL as in HALO (arXiv
+    2601.22156), stage 2.
 
     Returns:
         the summed divergence (float32, 0 where nothing counts) and the number of counted positions (int64), both 0-d.
@@ -266,8 +268,8 @@ def logits_kl(
     size = min(_head(teacher_head, vocab_size)[0].shape[0], _head(student_head, vocab_size)[0].shape[0])
     teacher_weight, teacher_bias = _head(teacher_head, size)
     weight, bias = _head(student_head, size)
-    rows = student_hidden_BTE.shape[:-1].numel()
-    mask_N = torch.ones(rows, dtype=torch.bool, device=student_hidden_BTE.device)
+    positions = student_hidden_BTE.shape[:-1].numel()
+    mask_N = torch.ones(positions, dtype=torch.bool, device=student_hidden_BTE.device)
     if mask_BT is not None:
         mask_N = mask_BT.reshape(-1).to(mask_N)
     student_NE = _rows(student_hidden_BTE, weight, mask_N.numel(), "mask")
@@ -279,9 +281,42 @@ def logits_kl(
     )
     chunk = _chunk(chunk, weight)
     loss = _ChunkedKL.apply(
-        student_NE, weight, bias, teacher, mask_N, softcap, logit_scale, chunk, torch.is_grad_enabled()
+        student_NE,
+        weight,
+        bias,
+        teacher,
+        mask_N,
+        softcap,
+        logit_scale,
+        chunk,
+        rows or kl_rows,
+        torch.is_grad_enabled(),
     )
     return loss, mask_N.sum()
+
+
+def kl_rows(
+    known_nE: Tensor,
+    teacher: tuple[Tensor, Tensor | None],
+    hidden_nE: Tensor,
+    student: tuple[Tensor, Tensor | None],
+    skip_n1: Tensor,
+    softcap: float | None,
+    scale: float | None,
+    wanted: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """The divergence of n rows, summed, from hidden states and both heads (weight, bias); with `wanted` also its gradient in
+    what the student's head gives, in the weight's dtype where no bias sums it."""
+    log_p = _logits(known_nE, *teacher, softcap, scale)[0].log_softmax(-1)
+    logits, slope = _logits(hidden_nE, *student, softcap, scale)
+    log_q = logits.log_softmax(-1)
+    p = log_p.exp()
+    total = (p * (log_p - log_q)).masked_fill(skip_n1, 0).sum()
+    if not wanted:
+        return total, None
+    grad = log_q.exp_().sub_(p).masked_fill_(skip_n1, 0)
+    grad = grad if slope is None else grad * slope
+    return total, grad.to(student[0].dtype) if student[1] is None else grad
 
 
 def _head(head: Tensor | nn.Linear, vocab_size: int | None) -> tuple[Tensor, Tensor | None]:
@@ -362,9 +397,7 @@ class _Gradients:
     def wanted(self) -> bool:
         return not (self.hidden is None and self.weight is None and self.bias is None)
 
-    def add(self, rows: slice, grad: Tensor, slope: Tensor | None, hidden: Tensor, weight: Tensor) -> None:
-        if slope is not None:
-            grad = grad * slope
+    def add(self, rows: slice, grad: Tensor, hidden: Tensor, weight: Tensor) -> None:
         if self.bias is not None:
             self.bias += grad.sum(0)
         narrow = grad.to(weight.dtype)
@@ -409,7 +442,8 @@ class _ChunkedCE(torch.autograd.Function):
                 continue
             grad = logits.sub_(lse).exp_()
             grad.scatter_add_(-1, targets.clamp(min=0)[:, None], grad.new_full((len(targets), 1), -1.0))
-            gradients.add(rows, grad.masked_fill_(skip, 0), slope, hidden, weight)
+            grad = grad.masked_fill_(skip, 0)
+            gradients.add(rows, grad if slope is None else grad * slope, hidden, weight)
         gradients.save(ctx, weight_CE, bias_C)
         return total
 
@@ -423,7 +457,7 @@ class _ChunkedKL(torch.autograd.Function):
     """Sum of KL(teacher || student); its gradient in the student's logits is q - p."""
 
     @staticmethod
-    def forward(ctx, hidden_NE, weight_CE, bias_C, teacher, mask_N, softcap, scale, chunk, learn):  # type: ignore[no-untyped-def]
+    def forward(ctx, hidden_NE, weight_CE, bias_C, teacher, mask_N, softcap, scale, chunk, run, learn):  # type: ignore[no-untyped-def]
         dtype = _dtype(hidden_NE)
         gradients = _Gradients(hidden_NE, weight_CE, bias_C, ctx.needs_input_grad if learn else (False,) * 3)
         teacher_NE, teacher_weight, teacher_bias = teacher
@@ -434,18 +468,15 @@ class _ChunkedKL(torch.autograd.Function):
             skip = ~mask_N[rows, None]
             hidden = hidden_NE[rows].to(dtype).masked_fill(skip, 0)  # an uncounted row may hold anything
             known = teacher_NE[rows].to(dtype).masked_fill(skip, 0)
-            log_p = _logits(known, teacher_weight, teacher_bias, softcap, scale)[0].log_softmax(-1)
-            logits, slope = _logits(hidden, weight, bias_C, softcap, scale)
-            log_q = logits.log_softmax(-1)
-            p = log_p.exp()
-            total += (p * (log_p - log_q)).masked_fill(skip, 0).sum()
-            if gradients.wanted:
-                grad = log_q.exp_().sub_(p).masked_fill_(skip, 0)
-                gradients.add(rows, grad, slope, hidden, weight)
+            heads = (teacher_weight, teacher_bias), (weight, bias_C)
+            value, grad = run(known, heads[0], hidden, heads[1], skip, softcap, scale, gradients.wanted)
+            total += value
+            if grad is not None:
+                gradients.add(rows, grad, hidden, weight)
         gradients.save(ctx, weight_CE, bias_C)
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        return *_scaled(ctx, grad), None, None, None, None, None, None
+        return *_scaled(ctx, grad), None, None, None, None, None, None, None

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hybridize import json_lines
 from hybridize.atomic import atomic_write
 from hybridize.select import Selection, choose, load_scores
 
@@ -94,7 +95,7 @@ def _again(
     if path.is_dir():
         path = path / JSON if (path / JSON).is_file() else path
     scores = load_scores(path)
-    before = _parameters(path)
+    before = _stored(path)
     chosen = rule or before.get("rule") or "halo"
     if chosen == "given":
         raise ValueError(
@@ -140,26 +141,21 @@ def _folder(run: Path) -> Path:
     return folders[-1]
 
 
-def _parameters(path: Path) -> dict[str, Any]:
-    """rule, keep and cap of a selection's JSON; nothing for the scores of a sweep."""
-    from hybridize.select.table import parsed
-
-    whole = parsed(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else None
+def _stored(path: Path) -> dict[str, Any]:
+    """A selection's JSON; nothing for the scores of a sweep, and where there is no such file."""
+    whole = json_lines.parse(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else None
     return whole if whole is not None and "by_layer" in whole else {}
 
 
 def _read(path: Path) -> Selection:
     """A selection as its JSON says."""
-    from hybridize.select.table import parsed
-
-    whole = parsed(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else None
-    if not {"rule", "layers", "keep", "given", "cap"} <= set(whole or {}):
+    whole = _stored(path)
+    if not {"rule", "layers", "keep", "given", "cap"} <= set(whole):
         run = path.parents[2]
         raise ValueError(
             f"{path} is missing or damaged; remove {path.with_name('outcome.json')} and {run / 'student.json'} and run the same "
             "command again: the scores give it anew"
         )
-    assert whole is not None
     scored = whole["rule"] in ("halo", "jet", "kl")
     return choose(
         whole["rule"],

@@ -159,6 +159,10 @@ class HybridSpec(Frozen):
         return ResolvedSpec(layers=tuple(resolved))
 
 
+SOFTMAX = HybridSpec(all=LayerSpec(groups=(GroupSpec(attention="softmax"),)))
+"""Every layer as the teacher has it."""
+
+
 class ResolvedSpec(Frozen):
     """One complete `LayerSpec` a layer; stored in `config.json` under `hybrid_spec`."""
 

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,28 +9,12 @@ import torch
 import yaml
 from tests.convert import bench, halo
 
-from hybridize.cli.main import run as console_script
-
 RECALL, KNOWLEDGE = (0.9, 0.5, 0.8, 0.2), (0.5, 0.5, 0.4, 0.5)
 LINES = [
     json.dumps({"layer": layer, "recall": r, "knowledge": c})
     for layer, (r, c) in enumerate(zip(RECALL, KNOWLEDGE, strict=True))
 ]
 TEACHER = json.dumps({"layer": None, "recall": 0.95, "knowledge": 0.5})
-
-
-@pytest.fixture
-def cli(monkeypatch, capsys):
-    """Run the console script in this process: (exit code, stdout, stderr)."""
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["hybridize", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            console_script()
-        out, err = capsys.readouterr()
-        return ended.value.code or 0, out, err
-
-    return call
 
 
 @pytest.fixture

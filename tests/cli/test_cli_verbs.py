@@ -15,20 +15,6 @@ from hybridize.cli.main import run
 
 
 @pytest.fixture
-def cli(monkeypatch, capsys):
-    """Run the console script in this process: (exit code, stdout, stderr)."""
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["hybridize", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            run()
-        out, err = capsys.readouterr()
-        return ended.value.code or 0, out, err
-
-    return call
-
-
-@pytest.fixture
 def record(monkeypatch):
     """Replace a function of the public API by one that notes its arguments."""
 
@@ -145,7 +131,7 @@ def test_eval_hands_over_and_prints(cli, record, tmp_path):
         "tasks": ["perplexity", "passkey"], "mode": "softmax_only", "removal": "renormalize", "lengths": [64, 128],
         "samples": 3, "device": None, "dtype": "float32", "scope": "all", "texts": ["code", "essays"],
         "include_path": None, "limit": 4.0, "shots": None, "window": "sliding:8", "mix": 0.5, "logit_scale": None,
-        "ruler": (), "ruler_scorer": "nvidia", "essays": None, "chat": False, "records": None, "length_trick": "none",
+        "ruler": (), "ruler_scorer": "nvidia", "essays": None, "chat": False, "batch_tokens": None, "records": None, "length_trick": "none",
     }  # fmt: skip
     assert "9.5" in out and "by_position" in out and "2.25" in out
     assert json.loads((tmp_path / "r.json").read_text()) == Result().to_dict()
@@ -168,13 +154,13 @@ class Ruler:
 def test_eval_asks_ruler_and_prints_task_by_length(cli, record, tmp_path):
     calls = record("evaluate", result=Ruler())
     code, out, _ = cli(
-        "eval", "run", "--ruler", "niah,vt", "--lengths", "4096,16384", "--ruler-scorer", "lm-eval", "--chat",
+        "eval", "run", "--ruler", "niah,vt", "--lengths", "4096,16384", "--ruler-scorer", "lm-eval", "--chat", "--batch-tokens", "65536",
         "--essays", "pg.json", "--records", tmp_path, "--length-trick", "yarn", "--logit-scale", "log_position:500",
         "--json", tmp_path / "r.json",
     )  # fmt: skip
     ((_, kwargs),) = calls
     expected = {
-        "tasks": None, "ruler": ["niah", "vt"], "ruler_scorer": "lm-eval", "chat": True, "essays": Path("pg.json"),
+        "tasks": None, "ruler": ["niah", "vt"], "ruler_scorer": "lm-eval", "chat": True, "batch_tokens": 65536, "essays": Path("pg.json"),
         "records": tmp_path, "length_trick": "yarn", "logit_scale": "log_position:500", "samples": None,
     }  # fmt: skip
     assert code == 0 and {name: kwargs[name] for name in expected} == expected

@@ -8,6 +8,8 @@ import random
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file
 from tests.models.tiny import tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -126,3 +128,17 @@ def batch(source: Path, rows: int = 4, split: str = "train", length: int = LENGT
     """The first rows of the text."""
     packed = build_rows(DataSpec(source=str(source), length=length), tokenizer(), split, rows * length)
     return make_batch(packed, range(rows))
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    """The student's weights as a run has saved them."""
+    return load_file(run / "model" / "model.safetensors")
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    """Whether all weights are equal, bit for bit."""
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.convert import bench
+from tests.models.hybrids import HYPE, LIGHTNING
 from tests.models.tiny import tiny_model
 
 from hybridize.data.batching import Batch
@@ -15,20 +16,7 @@ from hybridize.models.surgery import hybridize_model, softmax_teacher
 from hybridize.recipe import Recipe
 from hybridize.spec import HybridSpec
 
-LIGHTNING = {
-    "attention": "lightning",
-    "position": "rope",
-    "qk_norm": True,
-    "output_norm": True,
-    "output_gate": True,
-    "heads": "expand",
-}
-KEPT = {
-    "attention": "softmax",
-    "position": "none",
-    "logit_scale": {"kind": "log_position", "base": 500},
-    "output_gate": True,
-}
+KEPT = {**HYPE, "logit_scale": {"kind": "log_position", "base": 500}}
 FEW = {"batch": {"rows": 2}, "eval_every": 3, "validation_rows": 2}
 STEP = 2 * bench.LENGTH
 STEPS: list[dict[str, Any]] = [

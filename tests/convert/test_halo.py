@@ -1,6 +1,5 @@
 """HALO from start to end on a tiny teacher: transfer, selection, distillation, long rows; stopped anywhere and gone on with."""
 
-import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.convert import halo
+from tests.convert.bench import read, same, weights
 
 import hybridize
 from hybridize.convert import pipeline
@@ -29,18 +29,6 @@ PLAIN = {
 def convert(teacher: Path, text: Path, out: Path, steps=None, *, stop_after=None, **changes) -> Path:
     chosen = halo.recipe(text, steps, **changes)
     return hybridize.convert(str(teacher), chosen, out, device="cpu", stop_after=stop_after, progress=False)
-
-
-def read(path: Path):
-    return json.loads(path.read_text())
-
-
-def weights(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(run / "model" / "model.safetensors")
-
-
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 @pytest.fixture(scope="module")

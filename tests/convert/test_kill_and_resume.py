@@ -9,10 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
-from safetensors.torch import load_file
 from tests.convert import bench, worker
+from tests.convert.bench import same, weights
 
 import hybridize
 
@@ -63,11 +62,6 @@ def newest_checkpoint(step: Path) -> int:
     return max((int(path.name.split("-")[1]) for path in step.glob("checkpoints/step-*")), default=0)
 
 
-def equal_weights(a: Path, b: Path) -> bool:
-    ours, theirs = (load_file(folder / "model" / "model.safetensors") for folder in (a, b))
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
 def test_kill_9_at_any_moment(job, teacher, tmp_path, capsys):
     recipe, whole = job
     run, log = tmp_path / "run", tmp_path / "log"
@@ -103,7 +97,7 @@ def test_kill_9_at_any_moment(job, teacher, tmp_path, capsys):
     process = start(command(teacher, recipe, run), log)
     process.join()
     assert process.exitcode == 0, worker.text_of(log)
-    assert equal_weights(run, whole)
+    assert same(weights(run), weights(whole))
     assert not list(run.rglob("*.tmp"))
     assert (run / "results.json").is_file() and (run / "report.html").is_file()
 
@@ -120,7 +114,7 @@ def test_ctrl_c_names_the_command_that_goes_on(job, teacher, tmp_path):
     assert f"hybridize convert {teacher} -r {recipe} -o {run}" in said and "is saved" in said
     process = start(command(teacher, recipe, run), log)
     process.join()
-    assert process.exitcode == 0 and equal_weights(run, whole)
+    assert process.exitcode == 0 and same(weights(run), weights(whole))
 
 
 def test_ctrl_c_outside_training_says_it_too(job, teacher, tmp_path):
@@ -167,6 +161,6 @@ def test_a_damaged_checkpoint_falls_back_or_says_so(job, teacher, tmp_path, dama
     said = worker.text_of(log)
     assert "Traceback" not in said
     if process.exitcode == 0:
-        assert equal_weights(run, whole)
+        assert same(weights(run), weights(whole))
     else:
         assert str(tensors) in said

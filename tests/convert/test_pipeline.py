@@ -1,13 +1,12 @@
 """A whole conversion: what the run folder holds, that every stage helps, and that its parts agree."""
 
-import json
 import os
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from tests.convert import bench
+from tests.convert.bench import read, same, weights
 
 import hybridize
 from hybridize.convert import pipeline
@@ -22,18 +21,6 @@ def run(teacher: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return hybridize.convert(
         str(teacher), chosen, tmp_path_factory.mktemp("runs") / "run", device="cpu", progress=False
     )
-
-
-def read(path: Path):
-    return json.loads(path.read_text())
-
-
-def weights(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(run / "model" / "model.safetensors")
-
-
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def test_the_run_folder_holds_what_its_docstring_says(run):

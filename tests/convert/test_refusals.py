@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
 from tests.convert import bench, worker
+from tests.convert.bench import weights
 from tests.convert.test_kill_and_resume import CONTEXT
 from transformers import GPT2Config, LlamaConfig
 
 import hybridize
 from hybridize.convert import pipeline
+from hybridize.convert.transfer import TransferStage
 from hybridize.train import NonFiniteError
 
 TRANSFER = {"transfer": {"tokens": 4 * 64, "batch": {"rows": 2}, "eval_every": 1, "validation_rows": 2}}
@@ -24,10 +25,6 @@ SHORT = {"steps": [TRANSFER, FINETUNE]}
 def convert(teacher: Path, text: Path, out: Path, changes: dict | None = None, **options) -> Path:
     chosen = bench.recipe(text, SHORT | (changes or {}))
     return hybridize.convert(str(teacher), chosen, out, **{"device": "cpu", "progress": False} | options)
-
-
-def weights(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(run / "model" / "model.safetensors")
 
 
 def refusal(call, kind: type[Exception] = ValueError) -> str:
@@ -357,7 +354,7 @@ def test_checkpoints_are_kept_when_a_step_fails(teacher, text, tmp_path, monkeyp
     monkeypatch.setattr(pipeline, "SAVE_EVERY_S", 0.0)
     step = TRANSFER["transfer"] | {"tokens": 24 * 128, "eval_every": 100}
     fail = {"count": 0}
-    real = pipeline.TransferStage.step
+    real = TransferStage.step
 
     def failing(self, batch, scale):
         fail["count"] += 1
@@ -366,7 +363,7 @@ def test_checkpoints_are_kept_when_a_step_fails(teacher, text, tmp_path, monkeyp
             result.loss = result.loss * float("nan")
         return result
 
-    monkeypatch.setattr(pipeline.TransferStage, "step", failing)
+    monkeypatch.setattr(TransferStage, "step", failing)
     said = refusal(lambda: convert(teacher, text, tmp_path, {"steps": [{"transfer": step}]}), NonFiniteError)
     assert "step-00000009" in said and (tmp_path / "steps/0-transfer/checkpoints/step-00000009").is_dir()
     convert(teacher, text, tmp_path, {"steps": [{"transfer": step}]})

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.ops.decay_cases import HEADS, KINDS, SCALE, VALUES, Case, case, random_state, run
 
+from hybridize.ops import kernels
 from hybridize.ops.decay import fla as adapter
 from hybridize.ops.decay import forward
 from hybridize.ops.sequences import Sequences
@@ -93,7 +94,7 @@ def test_inputs_of_several_dtypes_meet_in_that_of_the_values():
 
 
 def test_scalar_decays_take_the_channels_kernel_where_triton_miscompiles(monkeypatch):
-    monkeypatch.setattr(adapter, "_scalar_backward_refused", lambda device: True)
+    monkeypatch.setattr(kernels, "scalar_backward_refused", lambda device: True)
     x = case("scalar", 1, 9)
     through_adapter(x)
     assert CALLS[-1].dim() == 3
@@ -104,6 +105,6 @@ def test_scalar_decays_take_the_channels_kernel_where_triton_miscompiles(monkeyp
 
 def test_what_the_kernels_cannot_take_is_refused():
     x = case("fixed", 1, 3)
-    assert adapter.refusal(x.q, x.v) == "it needs tensors on CUDA, these are on cpu"
+    assert kernels.refusal(adapter.load, x.q, x.v) == "it needs tensors on CUDA, these are on cpu"
     with pytest.raises(ValueError, match="impl is 'fla'; it needs tensors on CUDA, these are on cpu"):
         run(x, impl="fla")

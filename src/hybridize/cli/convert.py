@@ -18,7 +18,11 @@ def convert(
     out: Annotated[Path, typer.Option("--out", "-o", metavar="RUN", help="Run folder.")],
     data: Annotated[
         str | None,
-        typer.Option(metavar="SRC", help="Text in place of the recipe's: a file, a folder or a hub dataset."),
+        typer.Option(
+            metavar="SRC",
+            help="Text in place of the recipe's: docstrings, package_code, code, a file, a folder or a hub dataset; or "
+            "several: '[docstrings, package_code]'.",
+        ),
     ] = None,
     set_: SetOption = None,
     device: DeviceOption = None,

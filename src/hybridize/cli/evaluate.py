@@ -68,7 +68,9 @@ def evaluate(
     ] = Scope.mixed,
     texts: Annotated[
         str,
-        typer.Option(help="Comma-separated held-out texts: docstrings, code, essays, or a file or folder."),
+        typer.Option(
+            help="Comma-separated held-out texts: docstrings, package_code, code, essays, or a file or folder."
+        ),
     ] = "docstrings,code",
     tasks: Annotated[
         str | None,
@@ -113,6 +115,14 @@ def evaluate(
         ),
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="RULER: ask in the chat template.")] = False,
+    batch_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="RULER: tokens of one batch of prompts (16,384 by default); more is faster where memory allows.",
+            show_default=False,
+        ),
+    ] = None,
     records: Annotated[
         Path | None,
         typer.Option(
@@ -157,6 +167,7 @@ def evaluate(
         ruler_scorer=ruler_scorer.value,
         essays=essays,
         chat=chat,
+        batch_tokens=batch_tokens,
         records=records,
         length_trick=length_trick.value,
         window=window,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hybridize import losses
+from hybridize.convert.compiled import Compiled, layers_of
 from hybridize.convert.finetune import add_lora
 from hybridize.convert.whole import WholeStudent
 from hybridize.data.batching import Batch
@@ -64,10 +65,14 @@ class DistillStage(WholeStudent):
                 parameter.data = parameter.data.float()
                 parameter.requires_grad_(True)
 
+    def compile(self, *, regular: bool) -> None:
+        self.compiled = Compiled([*layers_of(self.model), *layers_of(self.teacher)], regular=regular)
+
     def step(self, batch: Batch, scale: float) -> StepResult:
         self.model.train()
-        loss, _ = self._divergence(batch)
-        (loss * scale).backward()  # activation checkpointing computes layers again here
+        with self.compiled.step():
+            loss, _ = self._divergence(batch)
+            (loss * scale).backward()  # activation checkpointing computes layers again here
         return StepResult(loss.detach(), self.count(batch), {})
 
     @torch.no_grad()
@@ -98,6 +103,7 @@ class DistillStage(WholeStudent):
                 self.model.lm_head,
                 mask_BT=losses.shift(batch.labels_BT) != losses.IGNORE,
                 softcap=self.model.final_softcap,
+                rows=self.compiled.function(losses.kl_rows),
             )
         return loss, hidden_BTE
 

@@ -46,6 +46,6 @@ def drift_note(run: Path, tokenizer: PreTrainedTokenizerBase, say: Say) -> str |
     if rows is None or rows.fingerprint == known:
         return None
     return (
-        f"{recipe.data.source} is not the text it was when this run was trained (other packages are installed, or files have "
+        f"{recipe.data.label} is not the text it was when this run was trained (other packages are installed, or files have "
         "changed): what is held out now may have been trained on"
     )

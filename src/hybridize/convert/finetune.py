@@ -57,7 +57,8 @@ class FinetuneStage(WholeStudent):
     def step(self, batch: Batch, scale: float) -> StepResult:
         self.model.train()
         # the backward pass is inside: activation checkpointing computes layers again there
-        with self.dropper.training(batch) if self.dropper is not None else nullcontext():
+        dropping = self.dropper.training(batch) if self.dropper is not None else nullcontext()
+        with dropping, self.compiled.step():
             loss, _ = self._loss(batch)
             (loss * scale).backward()
         return StepResult(loss.detach(), self.count(batch), {})

@@ -95,11 +95,11 @@ class Milestones:
         write_json(self.path, self.entries)
 
     def _held_out(self, say: Say) -> dict[str, list[Batch]]:
-        """Test batches by name of the text: the recipe's own data, then the other texts."""
+        """Test batches by name of the text: each of the recipe's own, then the others."""
         assert self.plan is not None
         if self._texts is None:
             own = self.recipe.data
-            specs = {own.source: own}
+            specs = own.by_source()
             for source in self.plan.texts:
                 specs.setdefault(source, DataSpec(source=source, length=own.length))
             self._texts = {

@@ -14,9 +14,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hybridize import losses
+from hybridize.convert.compiled import Compiled
+from hybridize.convert.teacher_forced import TeacherForced
 from hybridize.data.batching import Batch
 from hybridize.layers.token_mixer import TokenMixer
 from hybridize.models.modeling import HybridForCausalLM
@@ -28,10 +30,8 @@ INPUTS = ("hidden_states", "position_embeddings", "hybrid_call")
 Meet = Callable[[int, dict[str, Any], Tensor], None]
 
 
-class MixerTransferStage:
+class MixerTransferStage(TeacherForced):
     """Trains all parameters of the candidate layers of `model`; the teacher is another model, frozen, in its own dtype."""
-
-    name = "transfer"
 
     def __init__(
         self,
@@ -45,48 +45,29 @@ class MixerTransferStage:
         self.model, self.objective, self.autocast = model, step.objective, autocast
         self.teacher = teacher.eval().requires_grad_(False)
         self.validation = list(validation)
+        self.compiled = Compiled((), regular=False)
         self.layers = [index for index, layer in enumerate(model.spec.layers) if trains_whole(layer)]
         model.float().requires_grad_(False)  # float32 masters; autocast computes in bf16
         for layer in self.layers:
             model.mixers[layer].requires_grad_(True)
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
 
-    def parameters(self) -> dict[str, nn.Parameter]:
-        return self._parameters
-
-    def count(self, batch: Batch) -> int:
-        """Every token's output counts."""
-        return batch.input_ids_BT.numel()
-
-    def on_boundary(self, k: int) -> None:
-        """Epochs change nothing here."""
+    def compile(self, *, regular: bool) -> None:
+        """Run the candidates through torch.compile in steps; `regular` as `Compiled` has it."""
+        self.compiled = Compiled([self.model.mixers[layer] for layer in self.layers], regular=regular)
 
     def step(self, batch: Batch, scale: float) -> StepResult:
         self.model.train()
-        tokens = self.count(batch)
-        loss, nmse = self._run(batch, scale * tokens)
-        return StepResult(loss * tokens, tokens, {"layers/nmse": nmse})
+        with self.compiled.step():
+            return super().step(batch, scale)
 
-    @torch.no_grad()
     def validate(self) -> dict[str, float]:
-        """Loss and normalised MSE, means over the candidate layers."""
         self.model.eval()
-        totals, tokens = torch.zeros(2), 0
-        for batch in self.validation:
-            loss, nmse = self._run(batch, None)
-            count = self.count(batch)
-            totals += count * torch.stack([loss, nmse[self.layers].mean()]).cpu()
-            tokens += count
-        mean = (totals / max(tokens, 1)).tolist()
-        return {"loss": mean[0], "nmse": mean[1]}
+        return super().validate()
 
-    @torch.no_grad()
     def layer_errors(self) -> list[float]:
-        """Normalised MSE of every layer on the validation batches (0 in layers that are no candidates)."""
         self.model.eval()
-        sums = [self.count(batch) * self._run(batch, None)[1].cpu() for batch in self.validation]
-        tokens = sum(self.count(batch) for batch in self.validation)
-        return (torch.stack(sums).sum(0) / tokens).tolist()
+        return super().layer_errors()
 
     def _run(self, batch: Batch, scale: float | None) -> tuple[Tensor, Tensor]:
         """Loss (mean over the candidate layers) and normalised MSE `[L]`.
@@ -120,10 +101,6 @@ class MixerTransferStage:
             distance_BT = torch.linalg.vector_norm(student_BTE.float() - teacher_BTE.float(), dim=-1)
             loss = loss + self.objective.hidden_l2 * distance_BT.mean()
         return loss, nmse
-
-    def finish(self) -> None:
-        """Leave the model ready to run."""
-        self.model.eval().requires_grad_(False)
 
 
 @contextmanager

@@ -23,15 +23,14 @@ from hybridize.convert.calibrate import calibrate_mass
 from hybridize.convert.calibrate_output import calibrate_output, layers_with_norms
 from hybridize.convert.finetune import merge
 from hybridize.convert.measure import Milestones
-from hybridize.convert.mixer_transfer import MixerTransferStage
 from hybridize.convert.outcome import reapply, store
 from hybridize.convert.run_folder import RunFolder, read_json, write_json
 from hybridize.convert.selection import Selector, check_probes, keep_layers, selected
 from hybridize.convert.stages import lora_of, make_stage, step_seed, train_config
 from hybridize.convert.status import status
+from hybridize.convert.teacher_forced import TeacherForced
 from hybridize.convert.texts import Budgets, Texts, budgets
 from hybridize.convert.texts import corpus_tokens as _corpus_tokens  # noqa: F401
-from hybridize.convert.transfer import TransferStage
 from hybridize.data import PackedRows, check_tokenizer
 from hybridize.data.batching import Batch, batches, make_batch
 from hybridize.devices import choose_device, device_name
@@ -221,7 +220,7 @@ class _Conversion:
         seed_all(seed)
         text = self.texts.of(step)
         stage = make_stage(model, self.teacher, step, text, self.recipe.precision)
-        aligns = stage if isinstance(stage, TransferStage | MixerTransferStage) else None
+        aligns = stage if isinstance(stage, TeacherForced) else None
         if aligns is not None and read_json(folder / "layers.json") is None:
             write_json(folder / "layers.json", {"before": aligns.layer_errors()})
         with _tensor_float32(self.recipe.precision == "bf16"):
@@ -293,7 +292,7 @@ def _epoch_notes(recipe: Recipe, texts: Texts) -> list[str]:
         if step.tokens > max(rows.tokens_available, rows.length):
             said.append(
                 f"steps[{index}].{step.kind}: {step.tokens:,} tokens are {rows.epochs(step.tokens):.3g} epochs "
-                f"of the {rows.tokens_available:,} tokens that {recipe.data.source} has"
+                f"of the {rows.tokens_available:,} tokens that {recipe.data.label} has"
             )
     return said
 
@@ -306,7 +305,7 @@ def _far_notes(recipe: Recipe, rows: PackedRows) -> list[str]:
     share = rows.share_from(first)
     if share == 0:
         raise ValueError(
-            f"data.source {recipe.data.source!r}: no document has a token at position {first} or later, where the linear branch"
+            f"data.source {recipe.data.label!r}: no document has a token at position {first} or later, where the linear branch"
             " first has a key; give longer documents, or data.documents: joined"
         )
     return [

@@ -44,14 +44,14 @@ def make_stage(
 ) -> AnyStage:
     """The stage of a step; it marks what trains, and makes masters in float32 where weights of the base model train."""
     validation, autocast = text.validation(step), precision == "bf16"
-    stage: AnyStage
+    stage: MixerTransferStage | FinetuneStage | DistillStage
     match step:
-        case TransferStep() if step.whole_mixers:
-            return MixerTransferStage(model, teacher(), step, validation, autocast=autocast)
-        case TransferStep():
+        case TransferStep() if not step.whole_mixers:
             return TransferStage(model, step, validation)
+        case TransferStep():
+            stage = MixerTransferStage(model, teacher(), step, validation, autocast=autocast)
         case FinetuneStep():
-            return FinetuneStage(model, step, validation, autocast=autocast)
+            stage = FinetuneStage(model, step, validation, autocast=autocast)
         case LongContextStep() if step.objective == "ce":
             stage = FinetuneStage(model, step.as_finetune(), validation, autocast=autocast)
         case DistillStep() | LongContextStep():
@@ -59,6 +59,10 @@ def make_stage(
         case _:
             raise TypeError(f"{type(step).__name__} has no stage")
     stage.name = step.kind
+    if step.compile:
+        stage.compile(
+            regular=len(text.rows.starts) == 0
+        )  # documents are joined: no row holds the start of another
     return stage
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridize import losses
+from hybridize.convert.teacher_forced import TeacherForced
 from hybridize.data.batching import Batch
 from hybridize.layers.token_mixer import TokenMixer
 from hybridize.mixers.types import Mixer
@@ -25,7 +26,6 @@ from hybridize.models.modeling import HybridForCausalLM
 from hybridize.ops import softmax
 from hybridize.ops.sequences import Sequences
 from hybridize.recipe import Objective, TransferStep
-from hybridize.train import StepResult
 
 QUERIES = {False: 128, True: 512}
 """Most queries of a tile of the weight cross-entropy. All of them are computed against the last one's keys, and every tile
@@ -36,10 +36,8 @@ BUDGET = {False: 2**20, True: 2**26}
 PARTS = {"maps": ("map_q.", "map_k."), "mix": ("mix.",)}
 
 
-class TransferStage:
+class TransferStage(TeacherForced):
     """Trains feature maps and mixing weights; everything else is frozen and may be bf16."""
-
-    name = "transfer"
 
     def __init__(self, model: HybridForCausalLM, step: TransferStep, validation: Iterable[Batch]) -> None:
         self.model, self.objective = model, step.objective
@@ -52,39 +50,6 @@ class TransferStage:
             if ".groups." in name and any(f".{prefix}" in name for prefix in wanted):
                 parameter.requires_grad_(True)
                 self._parameters[name] = parameter
-
-    def parameters(self) -> dict[str, nn.Parameter]:
-        return self._parameters
-
-    def count(self, batch: Batch) -> int:
-        """Every token's attention output counts."""
-        return batch.input_ids_BT.numel()
-
-    def on_boundary(self, k: int) -> None:
-        """Epochs change nothing here."""
-
-    def step(self, batch: Batch, scale: float) -> StepResult:
-        tokens = self.count(batch)
-        loss, nmse = self._run(batch, scale * tokens)
-        return StepResult(loss * tokens, tokens, {"layers/nmse": nmse})
-
-    @torch.no_grad()
-    def validate(self) -> dict[str, float]:
-        totals, tokens = torch.zeros(2), 0
-        for batch in self.validation:
-            loss, nmse = self._run(batch, None)
-            count = self.count(batch)
-            totals += count * torch.stack([loss, nmse[self.layers].mean()]).cpu()
-            tokens += count
-        mean = (totals / max(tokens, 1)).tolist()
-        return {"loss": mean[0], "nmse": mean[1]}
-
-    def layer_errors(self) -> list[float]:
-        """Normalised MSE of every layer on the validation batches (0 in layers that keep softmax)."""
-        with torch.no_grad():
-            sums = [self.count(batch) * self._run(batch, None)[1].cpu() for batch in self.validation]
-        tokens = sum(self.count(batch) for batch in self.validation)
-        return (torch.stack(sums).sum(0) / tokens).tolist()
 
     def _run(self, batch: Batch, scale: float | None) -> tuple[Tensor, Tensor]:
         """Loss (mean over the layers with a linear branch) and normalised MSE `[L]`.
@@ -111,10 +76,6 @@ class TransferStage:
         with torch.no_grad(), self.model.intercepted(intercept):
             self.model.hidden_states(batch.input_ids_BT.to(device), position_ids=batch.position_ids_BT)
         return total, nmse_L
-
-    def finish(self) -> None:
-        """Leave the model ready to run."""
-        self.model.eval().requires_grad_(False)
 
     def layer_loss(
         self, mixer: TokenMixer, q: Tensor, k: Tensor, v: Tensor, teacher: Tensor, sequences: Sequences

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridize import losses
+from hybridize.convert.compiled import Compiled, layers_of
 from hybridize.data.batching import Batch
 from hybridize.models.modeling import HybridForCausalLM
 
@@ -26,7 +27,12 @@ class WholeStudent:
         self.model, self.autocast, self.checkpointing = model, autocast, checkpointing
         self.validation = list(validation)
         self._parameters: dict[str, nn.Parameter] = {}
+        self.compiled = Compiled((), regular=False)
         model.requires_grad_(False)
+
+    def compile(self, *, regular: bool) -> None:
+        """Run the layers through torch.compile in steps; `regular` as `Compiled` has it."""
+        self.compiled = Compiled(layers_of(self.model), regular=regular)
 
     def begin(self) -> None:
         """Take over the parameters that are marked as trainable."""

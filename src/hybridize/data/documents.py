@@ -8,7 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -17,6 +18,9 @@ SPLITS: tuple[Split, ...] = get_args(Split)
 
 _SALT = "hybridize split 1"
 _PREFIX = 200  # normalised characters that two near-duplicates share
+_LINE = 30  # characters of a line that tells one text from another
+_SHARED = 5  # lines shared with an original from which on a text may be its copy
+_SHARE = 1 / 3  # of the lines of the shorter of the two, from which on it is
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,35 @@ class Deduplicator:
             return False
         self._seen.add(key)
         return True
+
+
+class Originals:
+    """Finds edited and partial copies of some texts by their longer lines, which changed imports and names leave alone.
+
+    A vendored or forked module mostly begins with other lines than its original, so `Deduplicator` takes it for new.
+    """
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self._sizes: list[int] = []
+        self._holders: dict[str, list[int]] = defaultdict(list)
+        for number, text in enumerate(texts):
+            lines = _long_lines(text)
+            self._sizes.append(len(lines))
+            for line in lines:
+                self._holders[line].append(number)
+
+    def has_copy(self, text: str) -> bool:
+        """Whether a text shares a third of its lines, or of an original's, and no fewer than five, with one original."""
+        lines = _long_lines(text)
+        shared = Counter(number for line in lines for number in self._holders.get(line, ()))
+        return any(
+            count >= max(_SHARED, _SHARE * min(len(lines), self._sizes[number]))
+            for number, count in shared.items()
+        )
+
+
+def _long_lines(text: str) -> set[str]:
+    return {line for each in text.splitlines() if len(line := each.strip()) >= _LINE}
 
 
 def unit_hash(text: str) -> float:
@@ -113,6 +146,21 @@ def divide(documents: Iterable[Document], *, validation: float, test: float) -> 
         else:
             parts[assigned[document.group]].append(document)
     return parts
+
+
+def pool(divided: Sequence[Mapping[Split, list[Document]]], split: Split) -> list[Document]:
+    """One split of several sources that were divided each alone, in their order.
+
+    A group that another source keeps for validation or test is left out of train, and one that it keeps for the test out
+    of validation: what one source is measured on must not be learnt from another.
+    """
+    later = SPLITS[SPLITS.index(split) + 1 :]
+    chosen: list[Document] = []
+    for parts in divided:
+        others = [other for other in divided if other is not parts]
+        kept_back = {document.group for other in others for name in later for document in other[name]}
+        chosen += [document for document in parts[split] if document.group not in kept_back]
+    return chosen
 
 
 def corpus_fingerprint(documents: Iterable[Document]) -> str:

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hybridize.atomic import atomic_folder
-from hybridize.data.corpora import Progress, load_code, load_docstrings, load_essays
-from hybridize.data.documents import Document, Split, corpus_fingerprint, divide
+from hybridize.data.corpora import Progress, load_code, load_docstrings, load_essays, load_package_code
+from hybridize.data.documents import Document, Split, corpus_fingerprint, divide, pool
 from hybridize.data.encoding import encode, segments, starts_with_bos, tokenizer_fingerprint
 from hybridize.data.readers import SUFFIXES, read_files, stream_hub
 from hybridize.data.spec import DataSpec
@@ -39,7 +39,7 @@ IGNORED = -100
 
 _VERSION = 1  # raise it when cached rows of an older version must be made again
 _BATCH_DOCUMENTS = 64
-_CORPORA = ("docstrings", "code", "essays")
+_CORPORA = ("docstrings", "package_code", "code", "essays")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -159,33 +159,62 @@ def open_documents(
     spec: DataSpec, split: Split, progress: Progress | None = None
 ) -> tuple[Iterable[Document], str]:
     """Documents of a split in the order of packing, and what identifies them. Raises ValueError as `build_rows`."""
-    source = Path(spec.source).expanduser()
-    if spec.source not in _CORPORA and not source.exists() and source.suffix not in SUFFIXES:
-        if _HUB_ID.fullmatch(spec.source):
-            return stream_hub(spec, split), f"hub:{_commit(spec.source)}"
-        near = difflib.get_close_matches(spec.source, _CORPORA, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+    on_hub = [source for source in spec.sources if _on_hub(source)]
+    if on_hub and len(spec.sources) > 1:
         raise ValueError(
-            f"data source {spec.source!r} is neither {', '.join(_CORPORA)}, an existing file or folder, "
-            f"nor a hub dataset id such as 'org/name'{hint}"
+            f"data source {on_hub[0]!r}: a hub dataset is streamed and cannot be pooled with other texts; "
+            f"save its text to a file and name that, or name the dataset alone"
         )
-    if spec.source == "docstrings":
-        documents = load_docstrings(progress)
-    elif spec.source == "code":
-        documents = load_code(progress)
-    elif spec.source == "essays":
-        documents = load_essays()
-    else:
-        documents = read_files(source, spec.fields)
-    chosen = divide(documents, validation=spec.validation, test=spec.test)[split]
-    if not chosen:
-        raise ValueError(
-            f"data source {spec.source!r} has no {split} text: {len(documents)} documents, all in other splits; "
-            f"give it more documents, a larger share ({split}: ...), or a file named {split}*"
-        )
+    if on_hub:
+        return stream_hub(spec, split), f"hub:{_commit(on_hub[0])}"
+    divided = []
+    for source in spec.sources:
+        documents = _load(source, spec, progress)
+        divided.append(divide(documents, validation=spec.validation, test=spec.test))
+    _refuse_empty(spec, divided, split)
+    chosen = pool(divided, split)
     if spec.shuffle:
         random.Random(spec.seed).shuffle(chosen)
     return chosen, corpus_fingerprint(chosen)
+
+
+def _on_hub(source: str) -> bool:
+    """Whether a source names a hub dataset. Raises ValueError where it can name nothing."""
+    path = Path(source).expanduser()
+    if source in _CORPORA or path.exists() or path.suffix in SUFFIXES:
+        return False
+    if _HUB_ID.fullmatch(source):
+        return True
+    near = difflib.get_close_matches(source, _CORPORA, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ValueError(
+        f"data source {source!r} is neither {', '.join(_CORPORA)}, an existing file or folder, "
+        f"nor a hub dataset id such as 'org/name'{hint}"
+    )
+
+
+def _load(source: str, spec: DataSpec, progress: Progress | None) -> list[Document]:
+    if source == "docstrings":
+        return load_docstrings(progress)
+    if source == "package_code":
+        return load_package_code(progress)
+    if source == "code":
+        return load_code(progress)
+    if source == "essays":
+        return load_essays()
+    return read_files(Path(source).expanduser(), spec.fields)
+
+
+def _refuse_empty(spec: DataSpec, divided: list[dict[Split, list[Document]]], split: Split) -> None:
+    """Raises ValueError where no source has text of a split, or one that is to be trained on has none to train on."""
+    empty = {source: parts for source, parts in zip(spec.sources, divided, strict=True) if not parts[split]}
+    if len(empty) < len(divided) and not (empty and split == "train"):
+        return
+    count = sum(len(documents) for parts in empty.values() for documents in parts.values())
+    raise ValueError(
+        f"data source {' + '.join(empty)!r} has no {split} text: {count} documents, all in other splits; "
+        f"give it more documents, a larger share ({split}: ...), or a file named {split}*"
+    )
 
 
 def plain_texts(spec: DataSpec, split: Split) -> Iterator[str]:
@@ -252,7 +281,7 @@ def _write_rows(
     rows = total // spec.length
     if rows == 0:
         raise ValueError(
-            f"length is {spec.length}, but the {split} text of {spec.source!r} has {total} tokens, "
+            f"length is {spec.length}, but the {split} text of {spec.label!r} has {total} tokens, "
             f"which is no full row; use a smaller length or more text"
         )
     whole = rows * spec.length

@@ -228,27 +228,26 @@ def stream_hub(spec: DataSpec, split: Split) -> Iterator[Document]:
     """
     import datasets
 
+    (source,) = spec.sources
     try:
-        own = datasets.get_dataset_split_names(spec.source, spec.name)
+        own = datasets.get_dataset_split_names(source, spec.name)
         declared = (
             {_SPLIT_NAMES[name]: name for name in own if name in _SPLIT_NAMES} if spec.split is None else {}
         )
         name = declared.get(split) or spec.split or declared.get("train")
         if name is None:
             raise ValueError(f"it has the splits {', '.join(own)}; name one with split:")
-        stream = datasets.load_dataset(spec.source, spec.name, split=name, streaming=True)
+        stream = datasets.load_dataset(source, spec.name, split=name, streaming=True)
         if spec.shuffle:
             stream = stream.shuffle(seed=spec.seed, buffer_size=10_000)
-        records = (
-            (f"{spec.source} ({name}): record {number}", record) for number, record in enumerate(stream)
-        )
+        records = ((f"{source} ({name}): record {number}", record) for number, record in enumerate(stream))
         for document in from_records(records, spec.fields, None):
             whole = split != "train" and declared.get(split) == name
             if whole or _carved(document.group, spec, set(declared)) == split:
                 yield document
     except (OSError, ValueError, RuntimeError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise ValueError(f"data source {spec.source!r} (hub dataset): {lines[0]}") from error
+        raise ValueError(f"data source {source!r} (hub dataset): {lines[0]}") from error
 
 
 def _carved(group: str, spec: DataSpec, declared: set[Split]) -> Split:

@@ -15,7 +15,7 @@ from hybridize.data.corpora import Progress as Say
 from hybridize.evals.harness import run_harness
 from hybridize.evals.haystacks import Haystack
 from hybridize.evals.offline import offline_values
-from hybridize.evals.ruler import Scorer, check_ruler, run_ruler
+from hybridize.evals.ruler import BATCH_TOKENS, Scorer, check_ruler, run_ruler
 from hybridize.evals.suite import run_suite
 from hybridize.evals.suites import expand
 
@@ -44,6 +44,7 @@ class Questions:
     ruler_scorer: Scorer = "nvidia"
     essays: str | Path | None = None
     chat: bool = False
+    batch_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if not self.tasks and not self.ruler:
@@ -59,6 +60,8 @@ class Questions:
             )
         if self.samples is not None and self.samples < 1:
             raise ValueError(f"samples is {self.samples}; it must be at least 1")
+        if self.batch_tokens is not None and self.batch_tokens < 1:
+            raise ValueError(f"batch_tokens is {self.batch_tokens}; it must be at least 1")
         _ = self.haystack
 
     @property
@@ -114,6 +117,7 @@ class Questions:
                 self.ruler,
                 self.lengths,
                 samples=self.samples or RULER_SAMPLES,
+                batch_tokens=BATCH_TOKENS if self.batch_tokens is None else self.batch_tokens,
                 folder=records,
                 essays=self.haystack,
                 chat=self.chat,

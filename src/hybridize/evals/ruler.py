@@ -29,6 +29,8 @@ Scorer = Literal["nvidia", "lm-eval"]
 NIAH = ("niah_single_1", "niah_single_2", "niah_single_3")
 GROUPS = {"niah": NIAH, "ruler": tuple(TASKS)}
 DEPTH_BUCKETS = 10
+BATCH_TOKENS = 16_384
+"""Of one batch of prompts."""
 
 _VERSION = 1  # raise it when a change of the generator makes former answers answers to other prompts
 
@@ -40,7 +42,7 @@ def run_ruler(
     lengths: Sequence[int],
     *,
     samples: int,
-    batch_tokens: int = 16_384,
+    batch_tokens: int = BATCH_TOKENS,
     seed: int = 0,
     folder: Path | str | None = None,
     essays: Path | str | Haystack | None = None,

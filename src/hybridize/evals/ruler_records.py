@@ -1,15 +1,13 @@
 """What a RULER run has answered so far: one file of JSON lines for a task, a length and settings, so that a run goes on.
 
 The first line says what the answers depend on; its digest is part of the file's name, so a changed model or setting
-starts a file of its own. Lines are added whole and flushed to the disk. A kill can leave half a line at the end: it
-counts as not answered, and is removed before anything is added. Two writers at once may answer a sample twice; one counts.
+starts a file of its own. Half a line that a kill left at the end (see `hybridize.json_lines`) counts as not answered. Two writers at once may answer a sample twice; one counts.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hybridize.atomic import atomic_write, full_disk_explained
+from hybridize import json_lines
 
 _SAMPLED = 64  # values of each tensor in a model's fingerprint
 # Where a model came from and how it is run, not what it computes.
@@ -62,14 +60,11 @@ class Records:
         if not self._begun:
             self._rewrite(self.path)
             return
-        with full_disk_explained(self.path), open(self.path, "a", encoding="utf-8") as file:
-            file.write("".join(_line(asdict(answer)) for answer in answers))
-            file.flush()
-            os.fsync(file.fileno())
+        json_lines.append(self.path, map(asdict, answers))
 
     def _read(self, path: Path) -> None:
         first, *lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-        header = _parsed(first)
+        header = json_lines.parse(first)
         if header is not None and header != self.identity:
             raise ValueError(f"{path} was made by other settings than its name says; move it away")
         found = [answer for answer in map(_answer, lines) if answer is not None]
@@ -78,31 +73,18 @@ class Records:
         self._begun = header is not None and len(lines) == len(found) + 1 and not lines[-1]
 
     def _rewrite(self, path: Path) -> None:
-        with atomic_write(path, "w") as file:
-            file.write(_line(self.identity))
-            file.writelines(_line(asdict(answer)) for _, answer in sorted(self.answers.items()))
+        answers = (asdict(answer) for _, answer in sorted(self.answers.items()))
+        json_lines.rewrite(path, [self.identity, *answers])
         self._begun = True
 
 
 def _file_name(identity: Mapping[str, Any]) -> str:
-    digest = hashlib.sha256(_line(identity).encode()).hexdigest()
+    digest = hashlib.sha256(f"{json.dumps(identity, sort_keys=True)}\n".encode()).hexdigest()
     return f"{identity['task']}-{identity['length']}-{digest[:12]}.jsonl"
 
 
-def _line(value: Mapping[str, Any]) -> str:
-    return json.dumps(value, sort_keys=True) + "\n"
-
-
-def _parsed(line: str) -> dict[str, Any] | None:
-    try:
-        value = json.loads(line)
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
-
-
 def _answer(line: str) -> Answer | None:
-    value = _parsed(line)
+    value = json_lines.parse(line)
     if value is None or set(value) != set(Answer.__dataclass_fields__):
         return None
     return Answer(**{**value, "references": tuple(value["references"])})

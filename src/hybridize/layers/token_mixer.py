@@ -125,8 +125,10 @@ class TokenMixer(nn.Module):
             self.add_module(name, child)
         self.family, self.shape = family, shape
         self.expanded = spec.expand
+        self._projected: Any = shape  # what the projections give: the teacher's shape, or more KV heads
         if spec.expand:
             family.expand(self, shape)
+            self._projected = replace(cast(Any, shape), kv_heads=shape.heads)
         self.effective = Effective()
         self.intercept: Intercept | None = None
         self._build(spec)
@@ -137,7 +139,7 @@ class TokenMixer(nn.Module):
     @property
     def kv_heads(self) -> int:
         """Key and value heads after an expansion."""
-        return self.shape.heads if self.expanded else self.shape.kv_heads
+        return int(self._projected.kv_heads)
 
     def _group_shape(self, heads: int, kv_heads: int) -> GroupShape:
         shape = self.shape
@@ -242,8 +244,7 @@ class TokenMixer(nn.Module):
 
         `states` (one a group) go into `attend` next: the convolutions read and replace their own part.
         """
-        shape: Any = replace(cast(Any, self.shape), kv_heads=self.kv_heads) if self.expanded else self.shape
-        q, k, v = self.family.heads(self, shape, x_BTE)
+        q, k, v = self.family.heads(self, self._projected, x_BTE)
 
         def rotate(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
             return self.family.rotate(q, k, position_embeddings)

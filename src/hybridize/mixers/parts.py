@@ -6,6 +6,7 @@ a convolution.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Literal
 
 import torch
@@ -19,11 +20,12 @@ GATE_STD = 0.02
 """Standard deviation of a `half` gate's first weights."""
 
 
-class OwnStart(nn.Module):
+class OwnStart(nn.Module, ABC):
     """A module that knows its parameters' first values: a checkpoint that lacks them gets these."""
 
+    @abstractmethod
     def reset_parameters(self) -> None:
-        raise NotImplementedError
+        """Give every parameter its first value."""
 
 
 class RMSNorm(OwnStart):

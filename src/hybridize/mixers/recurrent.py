@@ -162,13 +162,13 @@ class Control(OwnStart):
             self.register_parameter(name, nn.Parameter(torch.empty(value.shape, dtype=torch.float32)))
         self.reset_parameters()
 
+    @abstractmethod
     def first(self, generator: torch.Generator) -> dict[str, Tensor]:
-        """Each parameter's first value, by name; `empty`, `normal` and the like below never leave the CPU."""
-        raise NotImplementedError
+        """Each parameter's first value, by name; `uniform`, `normal` and the like below never leave the CPU."""
 
+    @abstractmethod
     def gates(self, x_BTE: Tensor) -> tuple[Tensor, ...]:
         """The gates of x, in x's dtype."""
-        raise NotImplementedError
 
     def _first(self) -> dict[str, Tensor]:
         return self.first(torch.Generator().manual_seed(SEED + self.shape.layer))

@@ -10,7 +10,7 @@ from hybridize.layers.token_mixer import TokenMixer
 from hybridize.models.configuration import HybridConfig
 from hybridize.models.families import get_family
 from hybridize.models.modeling import HybridForCausalLM
-from hybridize.spec import HybridSpec, LayerSpec, ResolvedSpec
+from hybridize.spec import SOFTMAX, HybridSpec, LayerSpec, ResolvedSpec
 
 
 def resolve_spec(spec: HybridSpec, config: PreTrainedConfig) -> ResolvedSpec:
@@ -36,7 +36,7 @@ def softmax_teacher(teacher: PreTrainedModel) -> HybridForCausalLM:
 
     The teacher object must not be used again afterwards.
     """
-    return hybridize_model(teacher, HybridSpec.model_validate({"all": {"attention": "softmax"}}))
+    return hybridize_model(teacher, SOFTMAX)
 
 
 def replace_layers(student: HybridForCausalLM, teacher: HybridForCausalLM, spec: ResolvedSpec) -> None:

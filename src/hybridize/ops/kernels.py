@@ -7,11 +7,13 @@ Their products are of v's dtype (float32 ones as the GPU multiplies float32, oft
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from hybridize.ops.recurrence import RecurrentState
 from hybridize.ops.sequences import Sequences
@@ -23,17 +25,18 @@ Kernel = Callable[..., tuple[Tensor, Tensor | None]]
 """(*tensors `[B, T, H, ...]`, initial_state, output_final_state, cu_seqlens) -> (o, final state)"""
 
 
+@torch.compiler.disable
 def select(
     impl: str, implementations: Mapping[str, ModuleType], q_BTHD: Tensor, v_BTGV: Tensor
 ) -> ModuleType:
     """The implementation of a call. `auto` takes the kernels (`fla`) for 16-bit values where they run, as they cost no
     precision that such values have, and `chunked` otherwise. Raises ValueError for an `impl` that cannot run."""
-    fla = implementations["fla"]
+    load = implementations["fla"].load
     if impl == "auto":
-        exact_enough = v_BTGV.dtype.itemsize == 2
-        return fla if exact_enough and fla.refusal(q_BTHD, v_BTGV) is None else implementations["chunked"]
+        takes = v_BTGV.dtype.itemsize == 2 and refusal(load, q_BTHD, v_BTGV) is None
+        return implementations["fla" if takes else "chunked"]
     name = resolve_impl(impl, tuple(implementations))
-    if name == "fla" and (reason := fla.refusal(q_BTHD, v_BTGV)) is not None:
+    if name == "fla" and (reason := refusal(load, q_BTHD, v_BTGV)) is not None:
         raise ValueError(f"impl is 'fla'; {reason}")
     return implementations[name]
 
@@ -49,6 +52,17 @@ def refusal(load: Callable[[], Any], q_BTHD: Tensor, v_BTHV: Tensor) -> str | No
     if load() is None:
         return "flash-linear-attention is not installed here: pip install 'hybridize[gpu]'"
     return None
+
+
+@cache
+def scalar_backward_refused(device: torch.device) -> bool:
+    """Whether the backward of scalar decays is one that triton miscompiles, 3.4 to 3.7.0 on Hopper (the library's issue
+    640): recent versions raise, earlier ones go wrong. Channels that all decay alike take the other kernels."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    import triton
+
+    return "3.4.0" <= TorchVersion(triton.__version__) < "3.7.1"
 
 
 def run(

@@ -95,6 +95,7 @@ class Sequences:
         """One new token in every row."""
         return self.shape[1] == 1 and self.is_dense
 
+    @torch.compiler.disable
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
         """What `make` gives, made once for this call and shared by its layers."""
         if key not in self._made:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hybridize.models.families import AttentionShape
-from hybridize.spec import GroupSpec, HybridSpec, ResolvedSpec, SeparateNormalizer
+from hybridize.spec import SOFTMAX, GroupSpec, ResolvedSpec, SeparateNormalizer
 
 FLOAT32 = 4
 
@@ -38,7 +38,7 @@ def state_bytes(
 def softmax_spec(shapes: Sequence[AttentionShape]) -> ResolvedSpec:
     """The teacher as a spec: every head its own softmax attention."""
     first = shapes[0]
-    return HybridSpec.model_validate({"all": {"attention": "softmax"}}).resolve(
+    return SOFTMAX.resolve(
         layers=len(shapes), heads=first.heads, kv_heads=first.kv_heads, head_dim=first.head_dim
     )
 

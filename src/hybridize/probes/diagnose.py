@@ -20,7 +20,7 @@ from hybridize.evals.harness import run_harness
 from hybridize.evals.offline import run_offline
 from hybridize.evals.suite import ask_passkeys
 from hybridize.models.modeling import HybridForCausalLM
-from hybridize.models.surgery import hybridize_model
+from hybridize.models.surgery import hybridize_model, softmax_teacher
 from hybridize.ops.types import Removal
 from hybridize.plan.bytes import softmax_spec, state_bytes
 from hybridize.probes.branches import Removed, branch_statistics, loss_rises
@@ -40,7 +40,7 @@ from hybridize.probes.entries import (
 from hybridize.probes.need import Need, measure_need
 from hybridize.probes.token_losses import Estimate, TokenLosses, token_losses
 from hybridize.probes.verdict import Evidence, Judgement, judge, not_applicable
-from hybridize.spec import HybridSpec, ResolvedSpec, reach_of
+from hybridize.spec import ResolvedSpec, reach_of
 
 Say = Callable[[str, int, int], None]
 STATE_LENGTHS = (1024, 65536)
@@ -124,7 +124,7 @@ def diagnose(
     student = subject.load()
     plain = not isinstance(student, HybridForCausalLM)
     if plain:  # a teacher: as a hybrid of which nothing can be removed
-        student = hybridize_model(student, HybridSpec.model_validate({"all": {"attention": "softmax"}}))
+        student = softmax_teacher(student)
     reach = reach_of(group for group in student.spec.groups if group.attention == "windowed_linear")
     run = _Run(tokenizer, texts, documents, plan, say, student.first_far_position, reach)
     notes = list(subject.notes)
@@ -191,7 +191,7 @@ def _teachers(
     needs: dict[str, Need] = {}
     controls: list[Control] = []
     notes = []
-    if subject.load_teacher is None and not all(layer.keeps_projections for layer in hybrid.spec.layers):
+    if subject.load_teacher is None and not all(mixer.keeps_projections for mixer in hybrid.mixers):
         notes.append("the teacher is not known, so there is nothing to compare with and no control")
         return None, needs, controls, notes
     if subject.load_teacher is None:

@@ -21,7 +21,7 @@ from hybridize.recipe import checks
 from hybridize.recipe.stages import DistillStep, FinetuneStep, LongContextStep, TransferStep
 from hybridize.recipe.steps import EditStep, SelectStep, Step
 from hybridize.select.rules import uniform
-from hybridize.spec import Frozen, GroupSpec, HybridSpec, LayerSpec, first_far_position
+from hybridize.spec import SOFTMAX, Frozen, GroupSpec, HybridSpec, LayerSpec, first_far_position
 
 
 class RecipeError(ValueError):
@@ -180,7 +180,6 @@ class Recipe(Frozen):
 
         Steps that follow the teacher (transfer, distill, long_context by `kl`) are left out: they would leave it as it is.
         """
-        softmax = HybridSpec.model_validate({"all": {"attention": "softmax"}})
         plain = {"window_dropout": None, "early_stopping": None, "gain_rows": 0}
         steps = tuple(
             step.model_copy(update=plain) if isinstance(step, FinetuneStep) else step
@@ -188,7 +187,7 @@ class Recipe(Frozen):
             if _reads_next_tokens(step)
         )
         evaluation = self.evaluation.model_copy(update={"control": False}) if self.evaluation else None
-        return self.model_copy(update={"spec": softmax, "steps": steps, "evaluation": evaluation})
+        return self.model_copy(update={"spec": SOFTMAX, "steps": steps, "evaluation": evaluation})
 
     @property
     def wants_control(self) -> bool:

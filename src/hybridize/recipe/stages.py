@@ -98,6 +98,8 @@ class TransferStep(TrainingStep):
             raise ValueError(
                 f"objective: {self.objective.whole[0]} compares whole mixers; it goes with train: mixer alone"
             )
+        if self.compile and not self.whole_mixers:
+            raise ValueError("compile: true goes with train: mixer; maps and mix train inside the attention")
         return self
 
     @property

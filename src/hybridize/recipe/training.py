@@ -94,7 +94,12 @@ class Batch(Frozen):
 
 
 class TrainingStep(Frozen):
-    """What every training stage shares: its length and how AdamW runs."""
+    """What every training stage shares: its length and how AdamW runs.
+
+    `compile` runs the layers through torch.compile while they train (`finetune`, `distill`, `long_context`, `transfer` of
+    whole mixers): a minute or two at first, then fewer and larger kernels. It pays on a GPU, and most with
+    `documents: joined`, where every batch has one layout.
+    """
 
     kind: ClassVar[str]
     default_schedule: ClassVar[Plateau | Constant] = Plateau()
@@ -110,6 +115,7 @@ class TrainingStep(Frozen):
     eval_every: int = Field(default=100, ge=1)
     validation_rows: int = Field(default=200, ge=1)
     activation_checkpointing: bool = False
+    compile: bool = False
     keep_best: bool = True
 
     @model_validator(mode="after")

@@ -1,20 +1,19 @@
 """What a sweep has measured so far: a file of JSON lines that the same sweep goes on with.
 
-The first line holds what the numbers depend on. Lines are added whole and flushed to the disk; a kill can leave half a line
-at the end, which does not count and is removed before anything is added.
+The first line holds what the numbers depend on. Half a line that a kill left at the end does not count (see
+`hybridize.json_lines`).
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hybridize.atomic import atomic_write, full_disk_explained
-from hybridize.select.table import LayerScores, parsed
+from hybridize import json_lines
+from hybridize.select.table import LayerScores
 
 log = logging.getLogger(__name__)
 
@@ -34,13 +33,13 @@ class Journal:
     def add(self, entry: LayerScores) -> None:
         """Keep an entry; on return it is on the disk. Raises DiskFullError where that is full."""
         self.entries[entry.layer] = entry
-        with full_disk_explained(self.path), open(self.path, "a", encoding="utf-8") as file:
-            file.write(_line(entry.plain()))
-            file.flush()
-            os.fsync(file.fileno())
+        json_lines.append(self.path, [entry.plain()])
 
     def _read(self, restart: bool) -> None:
-        lines = [parsed(line) for line in self.path.read_text(encoding="utf-8", errors="replace").split("\n")]
+        lines = [
+            json_lines.parse(line)
+            for line in self.path.read_text(encoding="utf-8", errors="replace").split("\n")
+        ]
         header = (lines[0] or {}).get("identity")
         header = header if isinstance(header, dict) else None
         if header is None and not any(line is not None and "layer" in line for line in lines):
@@ -63,10 +62,5 @@ class Journal:
         self.entries = {entry.layer: entry for entry in entries}
 
     def _rewrite(self) -> None:
-        with atomic_write(self.path, "w") as file:
-            file.write(_line({"identity": self.identity}))
-            file.writelines(_line(entry.plain()) for entry in self.entries.values())
-
-
-def _line(value: Mapping[str, Any]) -> str:
-    return json.dumps(value) + "\n"
+        entries = (entry.plain() for entry in self.entries.values())
+        json_lines.rewrite(self.path, [{"identity": self.identity}, *entries])

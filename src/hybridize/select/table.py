@@ -6,12 +6,13 @@ Nothing here imports torch, so that a stored table is ranked in no time.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from hybridize import json_lines
 
 SCORES_FILE = "scores.jsonl"
 FORMAT = "hybridize selection"
@@ -147,7 +148,7 @@ def load_scores(path: Path | str) -> ScoreTable:
     if not file.exists():
         raise ValueError(f"scores is {str(path)!r}; there is no such file")
     text = file.read_text(encoding="utf-8", errors="replace")
-    whole = parsed(text)
+    whole = json_lines.parse(text)
     if whole is not None and "by_layer" in whole:
         if whole.get("format") != FORMAT or whole.get("version") != VERSION:
             raise ValueError(
@@ -159,13 +160,13 @@ def load_scores(path: Path | str) -> ScoreTable:
         entries = _entries([*by_layer, *([{**teacher, "layer": None}] if teacher else [])], file)
         return ScoreTable.of(entries, _identity(whole.get("identity"), file), str(file))
     written = [line for line in text.split("\n") if line.strip()]
-    lines = [line for line in map(parsed, written) if line is not None]
+    lines = [line for line in map(json_lines.parse, written) if line is not None]
     identity = _identity(next((line["identity"] for line in lines if "identity" in line), None), file)
     entries = _entries([line for line in lines if "layer" in line], file)
     if not entries:
         raise ValueError(f"{file} holds no scores; a line is {EXAMPLE}")
     if identity is None and len(lines) < len(written):
-        number, line = next((i, line) for i, line in enumerate(written, 1) if parsed(line) is None)
+        number, line = next((i, line) for i, line in enumerate(written, 1) if json_lines.parse(line) is None)
         raise ValueError(f"{file}: line {number} is no JSON object: {line[:60]!r}; a line is {EXAMPLE}")
     return ScoreTable.of(entries, identity, str(file))
 
@@ -181,15 +182,6 @@ def _entries(lines: Sequence[Any], file: Path) -> list[LayerScores]:
         return [LayerScores.read(line) for line in lines]
     except (ValueError, TypeError) as error:
         raise ValueError(f"{file}: {error}") from error
-
-
-def parsed(text: str) -> dict[str, Any] | None:
-    """A JSON object, or None for anything else."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def _present(value: Any, name: str, layer: int | None) -> Any:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.torch_version import TorchVersion
 
 from hybridize.ops import kernels
 from hybridize.ops.decay.state import DecayState
@@ -30,11 +29,7 @@ def load() -> tuple[kernels.Kernel, kernels.Kernel] | None:
     return chunk_simple_gla, chunk_gla
 
 
-def refusal(q_BTHD: Tensor, v_BTGV: Tensor) -> str | None:
-    """Why the kernels cannot take these tensors; None where they can."""
-    return kernels.refusal(load, q_BTHD, v_BTGV)
-
-
+@torch.compiler.disable
 def forward(
     q_BTHD: Tensor,
     k_BTGD: Tensor,
@@ -46,7 +41,7 @@ def forward(
     return_state: bool,
 ) -> Result:
     found = load()
-    assert found is not None  # `refusal` was asked
+    assert found is not None  # `kernels.select` asked
     of_heads, of_channels = found
     heads, dtype = q_BTHD.shape[2], v_BTGV.dtype
     k, v = (x.to(dtype).repeat_interleave(heads // x.shape[2], 2) for x in (k_BTGD, v_BTGV))
@@ -57,20 +52,9 @@ def forward(
             log = log.expand(*q.shape[:2], -1)
         start = state.S_NHDV if state is not None else None
         trains = any(x is not None and x.requires_grad for x in (q, k, v, log, start))
-        if log.dim() == 3 and trains and _scalar_backward_refused(q.device):
+        if log.dim() == 3 and trains and kernels.scalar_backward_refused(q.device):
             log = log[..., None].expand(-1, -1, -1, q.shape[3])
     fixed: dict[str, Any] = {"g_gamma": log} if log.dim() == 1 else {}
     tensors = (q, k, v) if fixed else (q, k, v, log)
     kernel = of_channels if log.dim() == 4 else of_heads
     return kernels.run(kernel, tensors, v, sequences, state, DecayState, return_state, scale=scale, **fixed)
-
-
-@cache
-def _scalar_backward_refused(device: torch.device) -> bool:
-    """Whether the backward of scalar decays is one that triton miscompiles, 3.4 to 3.7.0 on Hopper (the library's issue
-    640): recent versions raise, earlier ones go wrong. Channels that all decay alike take the other kernels."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
-        return False
-    import triton
-
-    return "3.4.0" <= TorchVersion(triton.__version__) < "3.7.1"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
+import torch
 from torch import Tensor
 
 from hybridize.ops import kernels
@@ -23,11 +24,7 @@ def load() -> tuple[kernels.Kernel, kernels.Kernel] | None:
     return chunk_gated_delta_rule, chunk_kda
 
 
-def refusal(q_BTHD: Tensor, v_BTGV: Tensor) -> str | None:
-    """Why the kernels cannot take these tensors; None where they can."""
-    return kernels.refusal(load, q_BTHD, v_BTGV)
-
-
+@torch.compiler.disable
 def forward(
     q_BTHD: Tensor,
     k_BTGD: Tensor,
@@ -40,9 +37,13 @@ def forward(
     return_state: bool,
 ) -> Result:
     found = load()
-    assert found is not None  # `refusal` was asked
+    assert found is not None  # `kernels.select` asked
     heads, dtype = q_BTHD.shape[2], v_BTGV.dtype
     k, v = (x.to(dtype).repeat_interleave(heads // x.shape[2], 2) for x in (k_BTGD, v_BTGV))
     tensors = (q_BTHD.to(dtype), k, v, g.float(), beta_BTH.float())
-    kernel = found[g.dim() - 3]
+    start = state.S_NHDV if state is not None else None
+    trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*tensors, start))
+    if g.dim() == 3 and trains and kernels.scalar_backward_refused(v.device):
+        tensors = (*tensors[:3], tensors[3][..., None].expand(-1, -1, -1, q_BTHD.shape[3]), tensors[4])
+    kernel = found[tensors[3].dim() - 3]
     return kernels.run(kernel, tensors, v, sequences, state, DeltaState, return_state, scale=scale)

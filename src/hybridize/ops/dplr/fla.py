@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from functools import cache
 
+import torch
 from torch import Tensor
 
 from hybridize.ops import kernels
@@ -26,11 +27,7 @@ def load() -> kernels.Kernel | None:
     return kernel
 
 
-def refusal(r_BTHD: Tensor, v_BTHV: Tensor) -> str | None:
-    """Why the kernel cannot take these tensors; None where it can."""
-    return kernels.refusal(load, r_BTHD, v_BTHV)
-
-
+@torch.compiler.disable
 def forward(
     r_BTHD: Tensor,
     w_BTHD: Tensor,
@@ -44,7 +41,7 @@ def forward(
     return_state: bool,
 ) -> Result:
     kernel = load()
-    assert kernel is not None  # `refusal` was asked
+    assert kernel is not None  # `kernels.select` asked
     r, k, v, a, b = (x.to(v_BTHV.dtype) for x in (r_BTHD, k_BTHD, v_BTHV, a_BTHD, b_BTHD))
     tensors = (r, w_BTHD.float(), k, v, a, b)
     return kernels.run(kernel, tensors, v, sequences, state, DplrState, return_state, scale=scale)

@@ -1,0 +1,135 @@
+"""Compiled steps give the loss and the gradients of uncompiled ones, and leave nothing compiled behind.
+
+Graphs run without code generation here (`aot_eager`): what is tested is that tracing a layer changes nothing. `-m slow` runs the real
+backend, which needs a C++ compiler.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+from tests.convert import halo
+
+from hybridize.convert import compiled
+from hybridize.convert.distill import DistillStage
+from hybridize.convert.finetune import FinetuneStage
+from hybridize.convert.mixer_transfer import MixerTransferStage
+from hybridize.data.batching import Batch
+from hybridize.models.surgery import replace_layers, resolve_spec
+from hybridize.recipe import DistillStep, FinetuneStep, TransferStep
+from hybridize.spec import HybridSpec
+
+
+@pytest.fixture(autouse=True)
+def traced(monkeypatch):
+    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def joined(text) -> Batch:
+    batch = halo.batch(text)
+    rows, length = batch.input_ids_BT.shape
+    return dataclasses.replace(batch, position_ids_BT=torch.arange(length).expand(rows, length).contiguous())
+
+
+def student(attention: dict = halo.LIGHTNING):
+    model = halo.student({"all": attention})
+    spec = HybridSpec.model_validate({"all": attention, "kept": halo.KEPT}).with_kept([1, 3])
+    replace_layers(model, halo.teacher(), resolve_spec(spec, model.config.base_config()))
+    return model
+
+
+def distill(model, **step):
+    return DistillStage(
+        model, halo.teacher(), DistillStep.model_validate({"tokens": 1, **step}), [], autocast=False
+    )
+
+
+def transfer(model):
+    step = TransferStep.model_validate({"tokens": 1, "train": "mixer"})
+    return MixerTransferStage(model, halo.teacher(), step, [], autocast=False)
+
+
+def finetune(model):
+    step = FinetuneStep.model_validate({"tokens": 1, "lr": 1e-3, "lora": {"rank": 2}})
+    return FinetuneStage(model, step, [], autocast=False)
+
+
+GDN = {"attention": "gdn", "qk_norm": True, "output_norm": True, "heads": "expand"}
+LINEAR = {
+    "attention": "windowed_linear",
+    "feature_map": {"kind": "hedgehog"},
+    "window": {"kind": "sliding", "size": 8},
+}
+STAGES: dict[str, Callable] = {
+    "distill": lambda: distill(student()),
+    "distill gdn": lambda: distill(student(GDN)),
+    "checkpointing": lambda: distill(student(), activation_checkpointing=True),
+    "lora": lambda: distill(student(), lora={"rank": 2}),
+    "transfer": lambda: transfer(student()),
+    "finetune windows": lambda: finetune(halo.student({"all": LINEAR})),
+}
+
+
+def outcome(stage, batches) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """The losses of the steps, and the sums of their gradients."""
+    losses = [torch.as_tensor(stage.step(batch, 1 / 64).loss) for batch in batches]
+    return losses, {name: p.grad for name, p in stage.parameters().items() if p.grad is not None}
+
+
+def check(make, batches, regular: bool) -> None:
+    torch.manual_seed(0)  # adapters draw their first values
+    losses, gradients = outcome(make(), batches)
+    torch.manual_seed(0)
+    stage = make()
+    stage.compile(regular=regular)
+    frames = torch._dynamo.utils.counters["frames"]
+    frames.clear()
+    found, ours = outcome(stage, batches)
+    assert frames["ok"] > 0, "nothing was compiled"
+    torch.testing.assert_close(found, losses, rtol=1e-5, atol=1e-5)
+    assert ours.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(
+            ours[name], gradient, rtol=1e-3, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
+    mixers = stage.model.mixers
+    assert all(module._compiled_call_impl is None for module in stage.model.modules())
+    assert not any("attend" in vars(mixer) for mixer in mixers)
+
+
+@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize("regular", [True, False])
+def test_a_compiled_step_is_the_step(name, regular, text):
+    batch = joined(text) if regular else halo.batch(text)
+    check(STAGES[name], [batch, batch], regular)
+
+
+def test_rows_of_any_packing_share_their_graphs(text):
+    """What is compiled does not see the documents of a row: a new packing forces nothing anew."""
+    stage = distill(student())
+    stage.compile(regular=False)
+    first = halo.batch(text)
+    stage.step(first, 1.0)
+    counted = torch._dynamo.utils.counters["stats"]
+    before = counted["unique_graphs"]
+    other = copy.deepcopy(first)
+    other.position_ids_BT[:] = torch.arange(other.position_ids_BT.shape[1]) % 24
+    assert not torch.equal(other.position_ids_BT, first.position_ids_BT)
+    stage.step(other, 1.0)
+    assert counted["unique_graphs"] == before > 0
+
+
+@pytest.mark.slow
+def test_the_real_backend(text, monkeypatch):
+    monkeypatch.setattr(compiled, "BACKEND", "inductor")
+    check(STAGES["distill"], [joined(text)] * 2, True)
+
+
+def test_maps_inside_the_attention_are_not_compiled():
+    with pytest.raises(ValueError, match="compile: true goes with train: mixer"):
+        TransferStep.model_validate({"tokens": 1, "compile": True})
