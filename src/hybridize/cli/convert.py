@@ -20,7 +20,7 @@ def convert(
         str | None,
         typer.Option(
             metavar="SRC",
-            help="Text in place of the recipe's: docstrings, package_code, code, a file, a folder or a hub dataset; or "
+            help="Text in place of the recipe's: docstrings, package_code, recall, code, a file, a folder or a hub dataset; or "
             "several: '[docstrings, package_code]'.",
         ),
     ] = None,

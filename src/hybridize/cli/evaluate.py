@@ -69,7 +69,7 @@ def evaluate(
     texts: Annotated[
         str,
         typer.Option(
-            help="Comma-separated held-out texts: docstrings, package_code, code, essays, or a file or folder."
+            help="Comma-separated held-out texts: docstrings, package_code, recall, code, essays, or a file or folder."
         ),
     ] = "docstrings,code",
     tasks: Annotated[

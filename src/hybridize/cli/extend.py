@@ -34,7 +34,10 @@ def extend(
         ),
     ] = None,
     text: Annotated[
-        str, typer.Option(help="Of the search: docstrings, package_code, code, essays, or a file or folder.")
+        str,
+        typer.Option(
+            help="Of the search: docstrings, package_code, recall, code, essays, or a file or folder."
+        ),
     ] = "docstrings",
     length: Annotated[int, typer.Option(min=2, help="Of the search: tokens a row.")] = 8192,
     rows: Annotated[int, typer.Option(min=1, help="Of the search: rows, at most.")] = 16,

