@@ -12,6 +12,7 @@ from tests.convert.bench import read, same, weights
 
 import hybridize
 from hybridize.convert import pipeline
+from hybridize.convert import compiled
 from hybridize.convert.distill import DistillStage
 from hybridize.recipe import load_recipe
 from hybridize.report.schema import load_results
@@ -276,7 +277,8 @@ SHIPPED = {"halo-smollm2-135m": "lightning", "halo-qwen3-1.7b": "lightning", "ra
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_a_shipped_recipe_runs(name, teacher, text, tmp_path):
+def test_a_shipped_recipe_runs(name, teacher, text, tmp_path, monkeypatch):
+    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")  # needs no compiler
     changes = {
         "data.source": str(text), "data.name": None, "data.length": 64, "precision": "fp32",
         "evaluation": {"texts": [], "rows": 2, "new_tokens": 2},

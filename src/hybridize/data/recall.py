@@ -83,6 +83,10 @@ _LOOKUPS = (
     "As said before, the {thing} of {key} is {value}.",
     "{key}, {thing} -> {value}",
     "Look up the {thing} of {key}: {value}",
+    "What was the {thing} of {key} again? It was {value}.",
+    "Question: which {thing} was given for {key}? Answer: {value}",
+    "To repeat the {thing} that was noted for {key}: {value}",
+    "The {thing} of {key}, according to what was said above, is {value}.",
 )
 _FORMATS = (
     "{key} = {value}",
