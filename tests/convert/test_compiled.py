@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests.convert import halo
 
+import hybridize
 from hybridize.convert import compiled
 from hybridize.convert.distill import DistillStage
 from hybridize.convert.finetune import FinetuneStage
@@ -128,6 +129,19 @@ def test_rows_of_any_packing_share_their_graphs(text):
 def test_the_real_backend(text, monkeypatch):
     monkeypatch.setattr(compiled, "BACKEND", "inductor")
     check(STAGES["distill"], [joined(text)] * 2, True)
+
+
+def test_a_missing_compiler_is_named_before_anything_runs(teacher, text, tmp_path, monkeypatch):
+    steps = copy.deepcopy(halo.STEPS)
+    steps[2]["distill"]["compile"] = True
+    recipe = halo.recipe(text, steps)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    compiled.check_compiler(recipe)  # another backend needs none
+    monkeypatch.setattr(compiled, "BACKEND", "inductor")
+    with pytest.raises(ValueError, match=r"steps\[2\].distill.compile: torch.compile needs a C\+\+ compiler"):
+        hybridize.convert(str(teacher), recipe, tmp_path / "run", device="cpu", progress=False)
+    compiled.check_compiler(halo.recipe(text))
 
 
 def test_maps_inside_the_attention_are_not_compiled():

@@ -11,8 +11,7 @@ from tests.convert import halo
 from tests.convert.bench import read, same, weights
 
 import hybridize
-from hybridize.convert import pipeline
-from hybridize.convert import compiled
+from hybridize.convert import compiled, pipeline
 from hybridize.convert.distill import DistillStage
 from hybridize.recipe import load_recipe
 from hybridize.report.schema import load_results

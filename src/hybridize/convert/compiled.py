@@ -6,6 +6,8 @@ them, and layers of a kind share theirs. Validation, with its odd last batch, ru
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
@@ -15,12 +17,26 @@ from torch import nn
 
 from hybridize.layers.token_mixer import TokenMixer
 from hybridize.mixers.recurrent import RecurrentMixer
+from hybridize.recipe import Recipe
 
 Made = TypeVar("Made", bound=Callable[..., Any])
 
 BACKEND = "inductor"
 VARIANTS = 64
 """Graphs of one piece of code: kinds of layers, lengths of rows, teacher and student."""
+
+
+def check_compiler(recipe: Recipe) -> None:
+    """Refuse a recipe with `compile: true` where there is no C++ compiler: torch.compile would say so hours later."""
+    wanted = [f"{i}].{step.kind}" for i, step in enumerate(recipe.steps) if getattr(step, "compile", False)]
+    if not wanted or BACKEND != "inductor":
+        return
+    names = [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++", "c++"]
+    if not any(shutil.which(name) for name in names):
+        raise ValueError(
+            f"steps[{wanted[0]}.compile: torch.compile needs a C++ compiler, and {' or '.join(names)} is not on the PATH;"
+            " install one or set compile: false"
+        )
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:

@@ -21,6 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from hybridize.atomic import atomic_folder, atomic_write, full_disk_explained
 from hybridize.convert.calibrate import calibrate_mass
 from hybridize.convert.calibrate_output import calibrate_output, layers_with_norms
+from hybridize.convert.compiled import check_compiler
 from hybridize.convert.finetune import merge
 from hybridize.convert.measure import Milestones
 from hybridize.convert.outcome import reapply, store
@@ -98,6 +99,7 @@ def _convert(
     _check_spec(recipe, config)
     run = RunFolder(out)
     check_probes(recipe, run, config)
+    check_compiler(recipe)
     with run.locked():
         tokenizer = load_tokenizer(source)
         check_tokenizer(tokenizer, config.vocab_size)
