@@ -172,6 +172,26 @@ def test_selected_layers_compute_what_is_kept():
         spec.with_kept([7]).resolve(layers=5, heads=8, kv_heads=4, head_dim=16)
 
 
+def test_kept_layers_fit_before_they_are_chosen():
+    """A wrong `kept` is told with every other problem, and not only when a selection builds its layers."""
+    kept = {"groups": [{**SOFTMAX, "heads": 6}, {**SOFTMAX, "heads": 4}]}
+    with pytest.raises(ValueError) as caught:
+        resolve({"all": {**MIXED, "heads": 3}, "layers": {"9": SOFTMAX}, "kept": kept})
+    assert str(caught.value).split("; ") == [
+        "spec.layers['9'] names layer 9",
+        "the model has layers 0 to 3",
+        "heads 3 of 8 query heads is 3",
+        "a group holds whole KV groups of 2 query heads",
+        "spec.kept: the groups hold 10 query heads",
+        "the model has 8",
+    ]
+    with pytest.raises(ValueError, match=r"^spec\.kept: position rope rotates pairs of channels"):
+        resolve(
+            {"all": {**SOFTMAX, "position": "none"}, "kept": {**SOFTMAX, "position": "rope"}}, head_dim=15
+        )
+    assert [group.attention for group in resolve(HALO).groups] == ["lightning"] * 4
+
+
 IDENTITY = {"activation": "identity"}
 BAD = {
     "too few heads": ({"all": {**MIXED, "heads": 6}}, "the groups hold 6 query heads; the model has 8"),

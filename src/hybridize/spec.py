@@ -137,7 +137,10 @@ class HybridSpec(Frozen):
         return self.model_copy(update={"layers": overrides, "kept": None})
 
     def resolve(self, *, layers: int, heads: int, kv_heads: int, head_dim: int) -> ResolvedSpec:
-        """Check the spec against a model's shape; every problem in one `ValueError`."""
+        """Check the spec against a model's shape; every problem in one `ValueError`.
+
+        `kept` is checked like the others, though no layer computes it yet.
+        """
         chosen = [self.all] * layers
         problems = []
         for text, layer_spec in self.layers.items():
@@ -154,6 +157,11 @@ class HybridSpec(Frozen):
                 resolved.append(_resolve_layer(layer_spec, heads, kv_heads, head_dim))
             except ValueError as error:
                 problems.append(str(error))
+        if self.kept is not None:
+            try:
+                _resolve_layer(self.kept, heads, kv_heads, head_dim)
+            except ValueError as error:
+                problems.append(f"spec.kept: {error}")
         if problems:
             raise ValueError("; ".join(dict.fromkeys(problems)))
         return ResolvedSpec(layers=tuple(resolved))

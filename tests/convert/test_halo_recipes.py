@@ -134,6 +134,30 @@ def test_every_problem_of_a_selection_at_once():
         Recipe.from_dict(raw)  # no training comes before
 
 
+def test_whole_models_train_after_their_kept_layers_are_chosen():
+    long = {"long_context": {"tokens": "1M", "length": 64}}
+    distill = {"distill": {"tokens": "1M"}}
+    assert problems(MIXER, distill, long, SELECT, distill, kept=KEPT) == [
+        "steps[1].distill: trains a model whose kept layers are not chosen yet; put it after steps[3].select",
+        "steps[2].long_context: trains a model whose kept layers are not chosen yet; put it after steps[3].select",
+    ]
+    (problem,) = problems(MIXER, distill, SELECT)  # without kept layers that is what is missing
+    assert problem.startswith("steps[2].select: spec.kept is missing")
+    for steps in ((MIXER, SELECT, distill, long), (distill, long)):
+        spec = {"all": LIGHTNING, **({"kept": KEPT} if SELECT in steps else {})}
+        assert len(Recipe.from_dict({"spec": spec, "steps": list(steps)}).steps) == len(steps)
+
+
+def test_the_short_distillation_of_a_selection_warms_up_in_time():
+    short = {"tokens": "10K", "lr": {"cosine": [1e-3, 1e-5], "warmup": 2}}
+    (problem,) = problems(
+        MIXER, {"select": {"rule": "kl", "distill": short}}, kept=KEPT, data={"length": 1024}
+    )
+    assert problem.startswith(
+        "steps[1].select.distill.lr.warmup: is 2, but the whole stage is 2 optimizer steps"
+    )
+
+
 @pytest.mark.parametrize("steps", [[], [MIXER]])
 def test_kept_layers_that_nobody_chooses(steps):
     (problem,) = problems(*steps, kept=KEPT)

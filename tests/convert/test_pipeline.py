@@ -140,6 +140,20 @@ def test_a_budget_larger_than_the_text_is_told_in_epochs(teacher, text, tmp_path
     assert note in caplog.text
 
 
+def test_a_budget_smaller_than_one_batch_is_told(teacher, text, tmp_path, caplog):
+    few = {"tokens": 3 * bench.LENGTH, "validation_rows": 2}
+    steps = [{"transfer": few | {"batch": {"rows": 4}}}, {"finetune": few | {"batch": {"rows": 3}}}]
+    changes = {"steps": steps, "evaluation": {"texts": [], "rows": 2, "new_tokens": 1}}
+    hybridize.convert(str(teacher), bench.recipe(text, changes), tmp_path, device="cpu", progress=False)
+    (note,) = (note for note in load_results(tmp_path).notes if "batch" in note)
+    assert note == (
+        "steps[0].transfer: 192 tokens are less than one batch of 4 x 64, so the stage is one optimizer step on 256; lower "
+        "batch.rows, or give more tokens"
+    )
+    assert note in caplog.text
+    assert read(tmp_path / "steps/0-transfer/outcome.json")["steps"] == 1
+
+
 def test_an_epoch_is_the_whole_text_whatever_another_step_reads(text):
     epochs = {"finetune": {"epochs": 1, "batch": {"rows": 4}}}
     few = {"transfer": {"tokens": bench.LENGTH}}

@@ -103,6 +103,15 @@ def test_deltas_are_differences_of_losses(diagnosis, text):
     assert models["none, zero"].texts[str(text)].delta.value != 0
 
 
+def test_the_window_is_held_against_the_students_loss_on_the_same_tokens(diagnosis, text):
+    verdict = diagnosis[0].runs[0].verdict
+    loss = models_of(diagnosis[0])["tiny"].texts[str(text)].far_nll
+    assert any(f"beside a loss of {loss:.3f}" in reason for reason in verdict.reasons)
+    cost, unused = verdict.figures["window"], verdict.thresholds["window_unused_share"] * loss
+    expected = "unused" if cost.high < unused else "used" if cost.low >= unused else "inconclusive"
+    assert verdict.window == expected
+
+
 def test_a_plain_teacher_has_nothing_to_remove(teacher, text, tmp_path):
     found = diagnose(teacher, out=tmp_path, texts=[str(text)])
     (entry,) = found.runs

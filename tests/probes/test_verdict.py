@@ -14,7 +14,7 @@ def near(value: float, half: float = 0.001, tokens: int = 5000) -> Estimate:
 
 def verdict(zero, renormalized=None, need=0.4, window=1.0, control=None):
     gain = {"zero": zero, "renormalize": renormalized or zero}
-    return judge(Evidence("docs", gain, near(need), near(window), control))
+    return judge(Evidence("docs", 2.5, gain, near(need), near(window), control))
 
 
 @pytest.mark.parametrize(
@@ -52,17 +52,37 @@ def test_a_text_that_needs_nothing_far_tells_nothing_but_a_sure_gain_does():
 
 def test_without_a_teacher_only_a_sure_gain_counts():
     gain = {"zero": near(0.1), "renormalize": near(0.1)}
-    assert judge(Evidence("docs", gain)).linear == "balanced"
-    assert judge(Evidence("docs", {"zero": near(0.0)})).linear == "inconclusive"
+    assert judge(Evidence("docs", 2.5, gain)).linear == "balanced"
+    assert judge(Evidence("docs", 2.5, {"zero": near(0.0)})).linear == "inconclusive"
 
 
 @pytest.mark.parametrize(
-    ("loss", "label"), [(near(0.0), "unused"), (near(0.5), "used"), (near(0.02, 0.01), "inconclusive")]
+    ("loss", "cost", "label"),
+    [
+        (2.5, near(0.0), "unused"),
+        (2.5, near(-0.3), "unused"),
+        (2.5, near(0.048), "unused"),
+        (2.5, near(0.05, 0.01), "inconclusive"),
+        (2.5, near(0.052), "used"),
+        (2.5, near(0.5), "used"),
+        # the same nats are nothing in a large loss and much in a small one
+        (10.0, near(0.15), "unused"),
+        (0.1, near(0.015), "used"),
+        (2.5, Estimate(0.0, None, None, 5000), "inconclusive"),
+        (2.5, None, "inconclusive"),
+    ],
 )
-def test_the_window(loss, label):
-    found = judge(Evidence("docs", {"zero": near(0.3)}, near(0.4), loss))
+def test_the_window(loss, cost, label):
+    found = judge(Evidence("docs", loss, {"zero": near(0.3)}, near(0.4), cost))
     assert found.window == label
     assert ("window does nothing" in found.sentence) == (label == "unused")
+
+
+def test_the_window_is_told_beside_the_loss_it_is_held_against():
+    (reason,) = (reason for reason in verdict(near(0.3)).reasons if "window" in reason)
+    assert reason == (
+        "removing the window costs 1.000 nats [0.999, 1.001], beside a loss of 2.500; it is unused below 2% of that"
+    )
 
 
 @pytest.mark.parametrize(

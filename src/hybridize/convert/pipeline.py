@@ -114,7 +114,12 @@ def _convert(
         run.claim(identity, _undecided(run, recipe))
         with atomic_write(out / "recipe.yaml", "w") as file:
             file.write(recipe.to_yaml())
-        said = [*notes(config), *_epoch_notes(recipe, texts), *_far_notes(recipe, texts.base.rows)]
+        said = [
+            *notes(config),
+            *_batch_notes(recipe),
+            *_epoch_notes(recipe, texts),
+            *_far_notes(recipe, texts.base.rows),
+        ]
         for note in said:
             log.warning("%s", note)
         if (after := run.student_after()) is not None and after > last:
@@ -282,6 +287,21 @@ def _check_spec(recipe: Recipe, config: PreTrainedConfig) -> None:
     except ValueError as error:
         raise ValueError(f"select: {error}") from None
     resolve_spec(final, config)
+
+
+def _batch_notes(recipe: Recipe) -> list[str]:
+    """One sentence for every step whose budget is smaller than one batch, which it trains on all the same."""
+    said = []
+    for index, step in enumerate(recipe.steps):
+        if not isinstance(step, TrainingStep) or step.tokens is None:
+            continue
+        length = step.row_length(recipe.data.length)
+        if step.tokens < step.batch.rows * length:
+            said.append(
+                f"steps[{index}].{step.kind}: {step.tokens:,} tokens are less than one batch of {step.batch.rows} x {length}, so "
+                f"the stage is one optimizer step on {step.batch.rows * length:,}; lower batch.rows, or give more tokens"
+            )
+    return said
 
 
 def _epoch_notes(recipe: Recipe, texts: Texts) -> list[str]:

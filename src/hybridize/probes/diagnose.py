@@ -171,7 +171,9 @@ def diagnose(
         "teacher": subject.teacher_name,
         "recipe": subject.recipe,
         "spec": describe_spec(student.spec),
-        "verdict": verdict_entry(_judge(plain, mixed, beside, first, deltas, needs), averages),
+        "verdict": verdict_entry(
+            _judge(plain, mixed, beside, first, base[first].mean(far_NT), deltas, needs), averages
+        ),
         "models": models,
         "layers": run.layers(student, first, base[first]) if mixed else None,
         "far_from": run.split_at,
@@ -364,6 +366,7 @@ def _judge(
     mixed: bool,
     beside: bool,
     text: str,
+    loss: Estimate | None,
     deltas: Mapping[tuple[str, str], Estimate | None],
     needs: Mapping[str, Need],
 ) -> Judgement:
@@ -381,14 +384,11 @@ def _judge(
     gains = {
         name: delta for (mode, name), delta in deltas.items() if mode == "softmax_only" and delta is not None
     }
-    if not gains:
+    if not gains or loss is None:
         return not_applicable("No text has a token whose query has a far key; measure longer documents.")
-    control = next(
-        (d for (kind, name), d in deltas.items() if kind == "control" and name == WINDOW_CONTROL),
-        None,
-    )
+    control = deltas.get(("control", WINDOW_CONTROL))
     need = needs[text].need if text in needs else None
-    evidence = Evidence(text, gains, need, deltas.get(("far_only", "zero")), control)
+    evidence = Evidence(text, loss.value, gains, need, deltas.get(("far_only", "zero")), control)
     removal = evidence.smallest_gain[0]
     useful, other = deltas.get(("useful", removal)), deltas.get(("other", removal))
     return judge(replace(evidence, useful=useful, other=other))

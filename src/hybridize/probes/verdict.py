@@ -20,14 +20,16 @@ class Thresholds:
     bypassed_share: the linear branch is bypassed where its gain is surely below this share of the need.
     balanced_share: it is balanced where its gain is surely at least this share; weak between the two. The gain may exceed the
         need: a student that has adapted to its linear branch misses it everywhere.
-    window_unused: nats below which removing the window changes nothing.
+    window_unused_share: the window is unused where removing it surely costs less than this share of the student's loss on the
+        same tokens. A share, because a fixed number of nats is lost in the noise of a text that the student hardly predicts
+        and is much on one that it knows almost by heart: 2% is 0.1 nats at a loss of 5 and 0.002 at 0.1.
     """
 
     min_far_tokens: float = 300
     min_need: float = 0.02
     bypassed_share: float = 0.05
     balanced_share: float = 0.25
-    window_unused: float = 0.02
+    window_unused_share: float = 0.02
 
 
 THRESHOLDS = Thresholds()
@@ -49,13 +51,14 @@ class Judgement:
 class Evidence:
     """What is known on one text; all in nats on far-eligible tokens.
 
-    gain: the student's loss without the linear branch less its loss with it, by removal (`zero`, `renormalize`).
-    need: what the far past brings the teacher. window_loss: the same as gain for the window (far keys alone remain).
-    control: the equal-bytes window teacher's loss less the student's. useful, other: the gain on the tokens where the far
-    past helps the teacher, and on the others.
+    loss: the student's loss. gain: its loss without the linear branch less its loss with it, by removal (`zero`,
+    `renormalize`). need: what the far past brings the teacher. window_loss: the same as gain for the window (far keys alone
+    remain). control: the equal-bytes window teacher's loss less the student's. useful, other: the gain on the tokens where
+    the far past helps the teacher, and on the others.
     """
 
     text: str
+    loss: float
     gain: dict[str, Estimate]
     need: Estimate | None = None
     window_loss: Estimate | None = None
@@ -86,12 +89,15 @@ def judge(evidence: Evidence, thresholds: Thresholds = THRESHOLDS) -> Judgement:
         )
     if evidence.window_loss is not None:
         figures["window"] = evidence.window_loss
-        reasons.append(f"removing the window costs {_nats(evidence.window_loss)}")
+        reasons.append(
+            f"removing the window costs {_nats(evidence.window_loss)}, beside a loss of {evidence.loss:.3f}; it is unused below "
+            f"{thresholds.window_unused_share:.0%} of that"
+        )
     if evidence.control is not None:
         figures["control"] = evidence.control
         reasons.append(_control_reason(evidence.control))
     linear, sentence = _linear(gain, need, thresholds)
-    window = _window(evidence.window_loss, thresholds)
+    window = _window(evidence.window_loss, thresholds.window_unused_share * evidence.loss)
     if window == "unused":
         sentence += " The softmax window does nothing."
     if evidence.control is not None and evidence.control.high is not None and evidence.control.high < 0:
@@ -131,12 +137,13 @@ def _linear(gain: Estimate, need: Estimate | None, thresholds: Thresholds) -> tu
     )
 
 
-def _window(loss: Estimate | None, thresholds: Thresholds) -> WindowLabel:
-    if loss is None or loss.low is None or loss.high is None:
+def _window(cost: Estimate | None, unused: float) -> WindowLabel:
+    """`cost` of removing the window against the bound `unused`, both in nats."""
+    if cost is None or cost.low is None or cost.high is None:
         return "inconclusive"
-    if loss.high < thresholds.window_unused:
+    if cost.high < unused:
         return "unused"
-    return "used" if loss.low >= thresholds.window_unused else "inconclusive"
+    return "used" if cost.low >= unused else "inconclusive"
 
 
 def _gain_reason(evidence: Evidence, removal: str, gain: Estimate) -> str:
