@@ -30,7 +30,7 @@ def scaled(*steps):
 # What a command runs as: extra arguments that scale it down, on a recipe's own keys where it trains. The first that begins
 # the command counts.
 SCALED: dict[str, list[str]] = {
-    "hybridize convert": [*scaled("transfer", "finetune"), "--set", "finetune.lr.warmup=0"],
+    "hybridize convert": scaled("transfer", "finetune"),
     "hybridize eval": ["--tasks", "perplexity", "--samples", "1", "--lengths", "256", "--device", "cpu"],
     "hybridize diagnose": ["--rows", "2", "--length", "144", "--device", "cpu"],
     "hybridize generate": ["--max-new-tokens", "4", "--device", "cpu"],

@@ -172,34 +172,6 @@ def test_transfer_needs_something_to_train(tmp_path):
     assert "no mix" in problem
 
 
-@pytest.mark.parametrize(
-    ("step", "path"),
-    [
-        ("finetune: {tokens: 16384, lr: {cosine: [1e-3, 1e-5], warmup: WARMUP}}", "finetune.lr"),
-        ("finetune: {tokens: 9000, schedule: {kind: constant, warmup: WARMUP}}", "finetune.schedule"),
-        ("long_context: {tokens: 32K, length: 2048, schedule: {kind: constant, warmup: WARMUP}}", "long_context.schedule"),
-    ],
-)  # fmt: skip
-def test_a_warmup_ends_before_its_stage(tmp_path, step, path):
-    """Two optimizer steps of 8 rows; at a warm-up of 2 the second would run at half the rate."""
-    (problem,) = problems(tmp_path, one_step(step.replace("WARMUP", "2")))
-    assert problem.startswith(f"steps[0].{path}.warmup: is 2, but the whole stage is 2 optimizer steps (")
-    assert problem.endswith("so the rate would never be reached; write at most 1, or give more tokens")
-    assert load_recipe(write(tmp_path, one_step(step.replace("WARMUP", "1")))).steps[0].rate.warmup == 1
-
-
-def test_a_warmup_of_the_only_step(tmp_path):
-    text = one_step("finetune: {tokens: 500, lr: {cosine: [1e-3, 1e-5], warmup: 50}}")
-    (problem,) = problems(tmp_path, text)
-    assert problem == (
-        "steps[0].finetune.lr.warmup: is 50, but the whole stage is 1 optimizer step (500 tokens in batches of 8 x 1024), so the "
-        "rate would never be reached; write at most 0, or give more tokens"
-    )
-    assert load_recipe(write(tmp_path, text), ["finetune.lr.warmup=0"]).steps[0].rate.warmup == 0
-    epochs = text.replace("tokens: 500,", "epochs: 1,")  # how many steps these are is known with the text
-    assert load_recipe(write(tmp_path, epochs)).steps[0].rate.warmup == 50
-
-
 def test_a_swap_without_steps_is_a_recipe(tmp_path):
     assert (
         load_recipe(write(tmp_path, f"spec: {{all: {HYBRID}}}\ndata: {{length: 16}}\nsteps: []")).steps == ()

@@ -293,8 +293,6 @@ def test_a_shipped_recipe_runs(name, teacher, text, tmp_path, monkeypatch):
             changes["long_context.length"] = length
         if isinstance(step.lr, float):
             changes[f"{step.kind}.schedule"] = {"kind": "constant", "warmup": 1}
-        else:
-            changes[f"{step.kind}.lr.warmup"] = 1
     run = hybridize.convert(str(teacher), name, tmp_path, overrides=changes, device="cpu", progress=False)
     model, _ = hybridize.load(run, device="cpu")
     kept = 0 if name.startswith("radlads") else 1

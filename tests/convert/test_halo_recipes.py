@@ -3,6 +3,7 @@
 import pytest
 from tests.convert import halo
 
+from hybridize.convert.budget_notes import budget_notes
 from hybridize.recipe import (
     Constant,
     Cosine,
@@ -150,11 +151,11 @@ def test_whole_models_train_after_their_kept_layers_are_chosen():
 
 def test_the_short_distillation_of_a_selection_warms_up_in_time():
     short = {"tokens": "10K", "lr": {"cosine": [1e-3, 1e-5], "warmup": 2}}
-    (problem,) = problems(
-        MIXER, {"select": {"rule": "kl", "distill": short}}, kept=KEPT, data={"length": 1024}
-    )
-    assert problem.startswith(
-        "steps[1].select.distill.lr.warmup: is 2, but the whole stage is 2 optimizer steps"
+    select = {"select": {"rule": "kl", "distill": short}}
+    raw = {"spec": {"all": LIGHTNING, "kept": KEPT}, "steps": [MIXER, select], "data": {"length": 1024}}
+    (note,) = (note for note in budget_notes(Recipe.from_dict(raw)) if "warm-up" in note)
+    assert note.startswith(
+        "steps[1].select.distill: its warm-up of 2 optimizer steps does not end within the stage's 2"
     )
 
 

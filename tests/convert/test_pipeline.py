@@ -10,6 +10,7 @@ from tests.convert.bench import read, same, weights
 
 import hybridize
 from hybridize.convert import pipeline
+from hybridize.convert.budget_notes import budget_notes
 from hybridize.report.schema import load_results
 
 EVALUATION = {"texts": [], "rows": 4, "passkey": [96], "samples": 2, "control": True, "new_tokens": 4}
@@ -152,6 +153,22 @@ def test_a_budget_smaller_than_one_batch_is_told(teacher, text, tmp_path, caplog
     )
     assert note in caplog.text
     assert read(tmp_path / "steps/0-transfer/outcome.json")["steps"] == 1
+
+
+@pytest.mark.parametrize(("warmup", "told"), [(0, False), (2, False), (3, True), (9, True)])
+def test_a_warmup_that_does_not_end_is_told(text, warmup, told):
+    step = {
+        "tokens": 3 * 4 * bench.LENGTH,
+        "batch": {"rows": 4},
+        "lr": {"cosine": [1e-3, 1e-4], "warmup": warmup},
+    }
+    said = budget_notes(bench.recipe(text, {"steps": [{"transfer": step}]}))
+    assert bool(said) == told
+    if told:
+        assert said == [
+            f"steps[0].transfer: its warm-up of {warmup} optimizer steps does not end within the stage's 3, so the rate asked for "
+            "is never reached; lower warmup, or give more tokens"
+        ]
 
 
 def test_an_epoch_is_the_whole_text_whatever_another_step_reads(text):

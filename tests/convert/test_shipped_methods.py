@@ -34,8 +34,6 @@ def scaled(name: str, text) -> dict:
             f"{kind}.batch": {"rows": 2},
             f"{kind}.validation_rows": 2,
         }
-        if getattr(step.rate, "warmup", 0):
-            changes[f"{kind}.lr.warmup"] = 1
         if kind == "finetune":
             changes["finetune.eval_every"] = 2
             if step.window_dropout is not None:

@@ -19,6 +19,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hybridize.atomic import atomic_folder, atomic_write, full_disk_explained
+from hybridize.convert.budget_notes import budget_notes, epoch_notes, far_notes
 from hybridize.convert.calibrate import calibrate_mass
 from hybridize.convert.calibrate_output import calibrate_output, layers_with_norms
 from hybridize.convert.compiled import check_compiler
@@ -116,9 +117,9 @@ def _convert(
             file.write(recipe.to_yaml())
         said = [
             *notes(config),
-            *_batch_notes(recipe),
-            *_epoch_notes(recipe, texts),
-            *_far_notes(recipe, texts.base.rows),
+            *budget_notes(recipe),
+            *epoch_notes(recipe, texts),
+            *far_notes(recipe, texts.base.rows),
         ]
         for note in said:
             log.warning("%s", note)
@@ -287,52 +288,6 @@ def _check_spec(recipe: Recipe, config: PreTrainedConfig) -> None:
     except ValueError as error:
         raise ValueError(f"select: {error}") from None
     resolve_spec(final, config)
-
-
-def _batch_notes(recipe: Recipe) -> list[str]:
-    """One sentence for every step whose budget is smaller than one batch, which it trains on all the same."""
-    said = []
-    for index, step in enumerate(recipe.steps):
-        if not isinstance(step, TrainingStep) or step.tokens is None:
-            continue
-        length = step.row_length(recipe.data.length)
-        if step.tokens < step.batch.rows * length:
-            said.append(
-                f"steps[{index}].{step.kind}: {step.tokens:,} tokens are less than one batch of {step.batch.rows} x {length}, so "
-                f"the stage is one optimizer step on {step.batch.rows * length:,}; lower batch.rows, or give more tokens"
-            )
-    return said
-
-
-def _epoch_notes(recipe: Recipe, texts: Texts) -> list[str]:
-    """One sentence for every step whose budget is larger than the text."""
-    said = []
-    for index, step in enumerate(recipe.steps):
-        if not isinstance(step, TrainingStep) or step.tokens is None:
-            continue
-        rows = texts.of(step).rows
-        if step.tokens > max(rows.tokens_available, rows.length):
-            said.append(
-                f"steps[{index}].{step.kind}: {step.tokens:,} tokens are {rows.epochs(step.tokens):.3g} epochs "
-                f"of the {rows.tokens_available:,} tokens that {recipe.data.label} has"
-            )
-    return said
-
-
-def _far_notes(recipe: Recipe, rows: PackedRows) -> list[str]:
-    """How much of the text has a far key. Raises ValueError where none has: the linear branch would never train."""
-    first = recipe.first_far_position
-    if not recipe.training_steps or not first:
-        return []
-    share = rows.share_from(first)
-    if share == 0:
-        raise ValueError(
-            f"data.source {recipe.data.label!r}: no document has a token at position {first} or later, where the linear branch"
-            " first has a key; give longer documents, or data.documents: joined"
-        )
-    return [
-        f"{share:.0%} of the training tokens stand at position {first} or later, where the linear branch has keys"
-    ]
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from hybridize.recipe.stages import DistillStep, FinetuneStep, LongContextStep, TransferStep
 from hybridize.recipe.steps import EditStep, SelectStep
-from hybridize.recipe.training import Cosine, Plateau, TrainingStep
+from hybridize.recipe.training import TrainingStep
 from hybridize.spec import LINEAR, LayerSpec, SeparateNormalizer
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ def problems(recipe: Recipe) -> list[str]:
         return _kept_without_select(recipe)
     return [
         *_far_problems(recipe),
-        *_never_warm(recipe),
         *_nothing_to_train(recipe),
         *_nothing_to_drop(recipe),
         *_nothing_to_edit(recipe),
@@ -49,33 +48,6 @@ def _far_problems(recipe: Recipe) -> list[str]:
         for (path, *_), (length, window) in sorted(windows.items(), key=lambda item: item[0])
         if window.first_far_position >= length
     ]
-
-
-def _never_warm(recipe: Recipe) -> list[str]:
-    """Stages that would end while their learning rate still grows; those in epochs have no known end."""
-    found = []
-    for path, step in _stages(recipe):
-        rate, length = step.rate, step.row_length(recipe.data.length)
-        steps = step.optimizer_steps(length)
-        if isinstance(rate, Plateau) or steps is None or rate.warmup < steps:
-            continue
-        found.append(
-            f"{path}.{'lr' if isinstance(step.lr, Cosine) else 'schedule'}.warmup: is {rate.warmup}, but the whole stage is "
-            f"{steps} optimizer {'step' if steps == 1 else 'steps'} ({step.tokens:,} tokens in batches of {step.batch.rows} x "
-            f"{length}), so the rate would never be reached; write at most {steps - 1}, or give more tokens"
-        )
-    return found
-
-
-def _stages(recipe: Recipe) -> list[tuple[str, TrainingStep]]:
-    """Everything that trains, a selection's short distillation among it, with its path."""
-    found: list[tuple[str, TrainingStep]] = []
-    for index, step in enumerate(recipe.steps):
-        if isinstance(step, TrainingStep):
-            found.append((f"steps[{index}].{step.kind}", step))
-        elif isinstance(step, SelectStep) and step.distill is not None:
-            found.append((f"steps[{index}].select.distill", step.distill))
-    return found
 
 
 def _nothing_to_train(recipe: Recipe) -> list[str]:
@@ -180,7 +152,7 @@ def _selection(recipe: Recipe) -> list[str]:
         found += [
             f"steps[{index}].{other.kind}: trains a model whose kept layers are not chosen yet; put it after steps[{first}].select"
             for index, other in enumerate(recipe.steps[:first])
-            if isinstance(other, DistillStep | LongContextStep)
+            if isinstance(other, DistillStep | LongContextStep | FinetuneStep)
         ]
     by_score = step.rule in ("halo", "jet", "kl") and step.scores is None
     if by_score and not any(isinstance(other, TransferStep) for other in recipe.steps[:first]):
