@@ -7,7 +7,7 @@ Every model is an ordinary run of `hybridize convert` with the shipped recipe `h
 changed), followed by `hybridize eval`: perplexity on two held-out texts, passkeys, and RULER's single needles (NIAH, the mean of
 single-1 to 3) at lengths up to far beyond the training length. All steps of the recipe are distilled from the teacher, so the equally
 tuned teacher is the teacher (its own distributions teach it nothing); it is measured as it is and, beyond its 8,192 positions, under YaRN
-and with a declared NTK base. An interrupted study continues. benchmarks/results/halo-smollm2-135m.json keeps the figures, the
+and with a declared NTK base. An interrupted study continues, and calls for different runs add up. benchmarks/results/halo-smollm2-135m.json keeps the figures, the
 chosen layers and the single-layer scores.
 """
 
@@ -184,6 +184,8 @@ def main() -> None:
     }
     options.results.mkdir(parents=True, exist_ok=True)
     path = options.results / "halo-smollm2-135m.json"
+    if path.is_file() and (before := json.loads(path.read_text()))["commit"] == options.commit:
+        record["jobs"] = {**before["jobs"], **results}  # of a call with other names
     path.write_text(json.dumps(rounded(record)) + "\n")
     for name, result in results.items():
         print(
