@@ -13,7 +13,7 @@ from tests.convert.bench import read, same, weights
 import hybridize
 from hybridize.convert import compiled, pipeline
 from hybridize.convert.distill import DistillStage
-from hybridize.recipe import load_recipe
+from hybridize.recipe import Recipe, load_recipe
 from hybridize.report.schema import load_results
 from hybridize.select import Score, scores
 from hybridize.train import NonFiniteError
@@ -162,6 +162,25 @@ def test_halo_measures_one_replaced_layer_at_a_time(teacher, text, tmp_path, pro
     assert read(tmp_path / "steps/1-select/selection.json")["kept"] == [3]
     model, _ = hybridize.load(tmp_path, device="cpu")
     assert [layer.is_softmax for layer in model.spec.layers] == [False, False, False, True]
+
+
+def test_knowledge_is_asked_on_the_first_of_several_texts(teacher, text, tmp_path, probes, monkeypatch):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "a.txt").write_text("\n\n".join(f"somewhere else {i} " + "word " * 1200 for i in range(60)))
+    asked: list[list[str]] = []
+    probe = scores.knowledge_probe
+    monkeypatch.setattr(
+        scores, "knowledge_probe", lambda *a, **k: asked.append(k["documents"]) or probe(*a, **k)
+    )
+    steps = [halo.STEPS[0], {"select": {"rule": "halo", "keep": 1}}]
+    raw = halo.plain(text, steps)
+    for sources in ([str(text), str(other)], [str(other), str(text)]):
+        raw["data"]["source"] = sources
+        chosen = Recipe.from_dict(raw)
+        hybridize.convert(str(teacher), chosen, tmp_path / f"run{len(asked)}", device="cpu", progress=False)
+    elsewhere = [[document.startswith("somewhere else") for document in documents] for documents in asked]
+    assert not any(elsewhere[0]) and all(elsewhere[1]) and elsewhere[0] and elsewhere[1]
 
 
 def test_a_sweep_that_was_stopped_goes_on(teacher, text, tmp_path, probes, monkeypatch):
