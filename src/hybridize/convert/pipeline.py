@@ -100,7 +100,7 @@ def _convert(
     _check_spec(recipe, config)
     run = RunFolder(out)
     check_probes(recipe, run, config)
-    check_compiler(recipe)
+    check_compiler(recipe, device)
     with run.locked():
         tokenizer = load_tokenizer(source)
         check_tokenizer(tokenizer, config.vocab_size)
