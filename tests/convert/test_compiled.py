@@ -153,6 +153,18 @@ def test_a_selection_by_kl_compiles_its_distillation(teacher, text, tmp_path):
     assert counted["unique_graphs"] > 0
 
 
+def test_a_compiler_that_fails_is_told_in_a_line(text, monkeypatch):
+    def broken(graph, inputs):
+        raise OSError("no header\nand pages about it")
+
+    monkeypatch.setattr(compiled, "BACKEND", broken)
+    stage = distill(student())
+    stage.compile(regular=True)
+    with pytest.raises(RuntimeError, match=r"^compile: true: .*no header\); .* set compile: false"):
+        stage.step(joined(text), 1.0)
+    assert all(module._compiled_call_impl is None for module in stage.model.modules())
+
+
 @pytest.mark.slow
 def test_the_real_backend(text, monkeypatch):
     monkeypatch.setattr(compiled, "BACKEND", "inductor")
@@ -165,11 +177,16 @@ def test_a_missing_compiler_is_named_before_anything_runs(teacher, text, tmp_pat
     recipe = halo.recipe(text, steps)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    compiled.check_compiler(recipe, torch.device("cpu"))  # another backend needs none
+    compiled.check_compiler(
+        recipe, torch.device("cpu"), range(len(recipe.steps))
+    )  # another backend needs none
     monkeypatch.setattr(compiled, "BACKEND", "inductor")
     with pytest.raises(ValueError, match=r"steps\[2\].distill.compile: torch.compile needs a C\+\+ compiler"):
         hybridize.convert(str(teacher), recipe, tmp_path / "run", device="cpu", progress=False)
-    compiled.check_compiler(halo.recipe(text), torch.device("cpu"))
+    hybridize.convert(
+        str(teacher), recipe, tmp_path / "run", device="cpu", stop_after="select", progress=False
+    )  # what is compiled comes later
+    compiled.check_compiler(halo.recipe(text), torch.device("cpu"), range(4))
 
 
 def test_the_compiler_is_the_one_that_torch_looks_for(text, tmp_path, monkeypatch):
@@ -184,9 +201,9 @@ def test_the_compiler_is_the_one_that_torch_looks_for(text, tmp_path, monkeypatc
     monkeypatch.setattr(compiled, "BACKEND", "inductor")
     monkeypatch.setattr("sys.platform", "linux")
     with pytest.raises(ValueError, match=r"steps\[1\].select.distill.compile: .*compiler, and g\+\+ is not"):
-        compiled.check_compiler(recipe, torch.device("cpu"))
+        compiled.check_compiler(recipe, torch.device("cpu"), range(len(recipe.steps)))
     monkeypatch.setenv("CXX", "clang++")
-    compiled.check_compiler(recipe, torch.device("cpu"))
+    compiled.check_compiler(recipe, torch.device("cpu"), range(len(recipe.steps)))
 
 
 def test_maps_inside_the_attention_are_not_compiled():

@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
 
 from hybridize.layers.token_mixer import TokenMixer
 from hybridize.mixers.recurrent import RecurrentMixer
@@ -27,10 +28,11 @@ VARIANTS = 64
 """Graphs of one piece of code: kinds of layers, lengths of rows, teacher and student."""
 
 
-def check_compiler(recipe: Recipe, device: torch.device) -> None:
-    """Refuse a recipe with `compile: true` where there is no C++ compiler: torch.compile would say so hours later."""
+def check_compiler(recipe: Recipe, device: torch.device, left: Iterable[int]) -> None:
+    """Refuse `compile: true` in the steps numbered `left` where there is no C++ compiler: torch.compile would say so hours later."""
     wanted = []
-    for index, step in enumerate(recipe.steps):
+    for index in left:
+        step = recipe.steps[index]
         inner = step.distill if isinstance(step, SelectStep) else None
         if getattr(inner or step, "compile", False):
             wanted.append(f"{index}].{step.kind}{'.distill' if inner else ''}")
@@ -95,6 +97,13 @@ class Compiled:
         try:
             with torch._dynamo.config.patch(recompile_limit=VARIANTS):
                 yield
+        except BackendCompilerFailed as error:
+            cause = error.inner_exception
+            why = ": ".join([type(cause).__name__, *str(cause).splitlines()[:1]])
+            raise RuntimeError(
+                f"compile: true: torch.compile could not make code of a layer ({why}); HYBRIDIZE_DEBUG=1 shows all of it."
+                " Repair what it names, or set compile: false and begin another folder"
+            ) from error
         finally:
             self._running = False
             for module in self.modules:
