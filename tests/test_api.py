@@ -8,6 +8,7 @@ import torch
 from tests.convert import bench
 
 import hybridize
+from hybridize.convert import pipeline
 from hybridize.convert.run_folder import write_json
 
 
@@ -192,3 +193,31 @@ def test_an_ablation_that_would_touch_no_layer_is_refused(teacher, text, tmp_pat
 def test_data_and_overrides_belong_to_recipe_files(teacher, text, tmp_path):
     with pytest.raises(ValueError, match="^overrides and data need"):
         hybridize.convert(str(teacher), bench.recipe(text), tmp_path, data="x.txt")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        "notes: draft #2.txt",
+        "[x].txt",
+        "[x]",
+        "*.txt",
+        "a, b.txt",
+        "123",
+        Path("y.txt"),
+        ["[a].txt", "b: c"],
+        ["code"],
+    ],
+)
+def test_a_text_may_have_any_name(data, tmp_path, monkeypatch):
+    """What means something in YAML is a name here, but for a list of names."""
+    seen: list = []
+    monkeypatch.setattr(
+        pipeline, "convert", lambda model, recipe, out, **_: seen.append(recipe.data.source) or out
+    )
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "[x]").mkdir()
+    hybridize.convert("teacher", "halo-smollm2-135m", tmp_path / "run", data=data)
+    hybridize.convert("teacher", "halo-smollm2-135m", tmp_path / "run", data="[code, essays]")
+    one = str(data) if isinstance(data, str | Path) else tuple(data) if len(data) > 1 else data[0]
+    assert seen == [one, ("code", "essays")]

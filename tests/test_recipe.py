@@ -240,6 +240,7 @@ def test_overrides_by_path_and_by_step(tmp_path):
         ("transfer.objective.output_mse.x=1", "'x' lies below a plain value"),
         ("data.lenght=5", "did you mean 'length'"),
         ("=3", "write PATH=VALUE"),
+        ("data.source=[x].txt", "override data.source: '[x].txt' is not YAML".replace("[", r"\[")),
     ],
 )
 def test_wrong_overrides(override, message):

@@ -40,7 +40,7 @@ def convert(
     recipe: str | Path | Recipe,
     out: str | Path,
     *,
-    data: str | Sequence[str] | None = None,
+    data: str | Path | Sequence[str] | None = None,
     overrides: Mapping[str, Any] | Sequence[str] | None = None,
     device: str | None = None,
     stop_after: str | None = None,
@@ -66,10 +66,10 @@ def convert(
     changes: dict[str, Any] | list[str] = (
         list(overrides or []) if not isinstance(overrides, Mapping) else dict(overrides)
     )
+    data = str(data) if isinstance(data, Path) else data
     if data is not None:
         if isinstance(changes, list):
-            written = data if isinstance(data, str) else json.dumps(list(data), ensure_ascii=False)
-            changes.append(f"data.source={written}")
+            changes.append(f"data.source={_written(data)}")
         else:
             changes["data.source"] = data
     if isinstance(recipe, Recipe):
@@ -84,6 +84,13 @@ def convert(
     if (run / "results.json").is_file():
         write_report(run)
     return run
+
+
+def _written(data: str | Sequence[str]) -> str:
+    """Texts as YAML: a name may hold what means something there, such as `notes: [1].txt`; `[a, b]` is a list but where it exists."""
+    if isinstance(data, str) and data[:1] == "[" and data[-1:] == "]" and not Path(data).exists():
+        return data
+    return json.dumps(data if isinstance(data, str) else list(data), ensure_ascii=False)
 
 
 def load(

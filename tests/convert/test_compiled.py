@@ -55,8 +55,8 @@ def transfer(model):
     return MixerTransferStage(model, halo.teacher(), step, [], autocast=False)
 
 
-def finetune(model):
-    step = FinetuneStep.model_validate({"tokens": 1, "lr": 1e-3, "lora": {"rank": 2}})
+def finetune(model, **step):
+    step = FinetuneStep.model_validate({"tokens": 1, "lr": 1e-3, "lora": {"rank": 2}, **step})
     return FinetuneStage(model, step, [], autocast=False)
 
 
@@ -73,6 +73,8 @@ STAGES: dict[str, Callable] = {
     "lora": lambda: distill(student(), lora={"rank": 2}),
     "transfer": lambda: transfer(student()),
     "finetune windows": lambda: finetune(halo.student({"all": LINEAR})),
+    "finetune checkpointing": lambda: finetune(halo.student({"all": LINEAR}), activation_checkpointing=True),
+    "short convolutions": lambda: distill(student({**GDN, "short_conv": 4})),
 }
 
 
@@ -100,7 +102,7 @@ def check(make, batches, regular: bool) -> None:
         )
     mixers = stage.model.mixers
     assert all(module._compiled_call_impl is None for module in stage.model.modules())
-    assert not any("attend" in vars(mixer) for mixer in mixers)
+    assert not any({"attend", "convolve"} & set(vars(mixer)) for mixer in mixers)
 
 
 @pytest.mark.parametrize("name", STAGES)
@@ -110,9 +112,10 @@ def test_a_compiled_step_is_the_step(name, regular, text):
     check(STAGES[name], [batch, batch], regular)
 
 
-def test_rows_of_any_packing_share_their_graphs(text):
+@pytest.mark.parametrize("attention", [halo.LIGHTNING, {**GDN, "short_conv": 4}])
+def test_rows_of_any_packing_share_their_graphs(attention, text):
     """What is compiled does not see the documents of a row: a new packing forces nothing anew."""
-    stage = distill(student())
+    stage = distill(student(attention))
     stage.compile(regular=False)
     first = halo.batch(text)
     stage.step(first, 1.0)
@@ -123,6 +126,43 @@ def test_rows_of_any_packing_share_their_graphs(text):
     assert not torch.equal(other.position_ids_BT, first.position_ids_BT)
     stage.step(other, 1.0)
     assert counted["unique_graphs"] == before > 0
+
+
+def test_layers_are_compiled_under_activation_checkpointing_too(text):
+    counted = torch._dynamo.utils.counters["stats"]
+    stage = distill(student(), activation_checkpointing=True)
+    stage.compiled = compiled.Compiled(compiled.layers_of(stage.model), regular=True)  # and not the teacher's
+    counted.clear()
+    stage.step(joined(text), 1.0)
+    assert counted["unique_graphs"] > 1, "nothing but the loss is compiled"
+
+
+def test_a_selection_by_kl_compiles_its_distillation(teacher, text, tmp_path):
+    distillation = {"tokens": 2 * halo.STEP, "lr": 1e-3, **halo.FEW, "compile": True}
+    steps = [halo.STEPS[0], {"select": {"rule": "kl", "keep": "1/2", "distill": distillation}}, halo.STEPS[2]]
+    counted = torch._dynamo.utils.counters["stats"]
+    counted.clear()
+    hybridize.convert(
+        str(teacher),
+        halo.recipe(text, steps),
+        tmp_path / "run",
+        device="cpu",
+        stop_after="select",
+        progress=False,
+    )
+    assert counted["unique_graphs"] > 0
+
+
+def test_a_compiler_that_fails_is_told_in_a_line(text, monkeypatch):
+    def broken(graph, inputs):
+        raise OSError("no header\nand pages about it")
+
+    monkeypatch.setattr(compiled, "BACKEND", broken)
+    stage = distill(student())
+    stage.compile(regular=True)
+    with pytest.raises(RuntimeError, match=r"^compile: true: .*no header\); .* set compile: false"):
+        stage.step(joined(text), 1.0)
+    assert all(module._compiled_call_impl is None for module in stage.model.modules())
 
 
 @pytest.mark.slow
@@ -137,11 +177,33 @@ def test_a_missing_compiler_is_named_before_anything_runs(teacher, text, tmp_pat
     recipe = halo.recipe(text, steps)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    compiled.check_compiler(recipe)  # another backend needs none
+    compiled.check_compiler(
+        recipe, torch.device("cpu"), range(len(recipe.steps))
+    )  # another backend needs none
     monkeypatch.setattr(compiled, "BACKEND", "inductor")
     with pytest.raises(ValueError, match=r"steps\[2\].distill.compile: torch.compile needs a C\+\+ compiler"):
         hybridize.convert(str(teacher), recipe, tmp_path / "run", device="cpu", progress=False)
-    compiled.check_compiler(halo.recipe(text))
+    hybridize.convert(
+        str(teacher), recipe, tmp_path / "run", device="cpu", stop_after="select", progress=False
+    )  # what is compiled comes later
+    compiled.check_compiler(halo.recipe(text), torch.device("cpu"), range(4))
+
+
+def test_the_compiler_is_the_one_that_torch_looks_for(text, tmp_path, monkeypatch):
+    distillation = {"tokens": halo.STEP, "lr": 1e-3, **halo.FEW, "compile": True}
+    steps = [halo.STEPS[0], {"select": {"rule": "kl", "keep": "1/2", "distill": distillation}}, halo.STEPS[2]]
+    recipe = halo.recipe(text, steps)
+    other = tmp_path / "clang++"
+    other.write_text("#!/bin/sh\n")
+    other.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(compiled, "BACKEND", "inductor")
+    monkeypatch.setattr("sys.platform", "linux")
+    with pytest.raises(ValueError, match=r"steps\[1\].select.distill.compile: .*compiler, and g\+\+ is not"):
+        compiled.check_compiler(recipe, torch.device("cpu"), range(len(recipe.steps)))
+    monkeypatch.setenv("CXX", "clang++")
+    compiled.check_compiler(recipe, torch.device("cpu"), range(len(recipe.steps)))
 
 
 def test_maps_inside_the_attention_are_not_compiled():

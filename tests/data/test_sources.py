@@ -87,6 +87,25 @@ def test_the_identity_of_a_plain_text_is_what_it_was():
     )
 
 
+def test_a_text_by_two_names_is_refused(two, tmp_path):
+    one, other = two
+    (tmp_path / "link").symlink_to(tmp_path)
+    for again, how in (
+        (tmp_path / "link" / "one.jsonl", "the same as"),
+        (tmp_path / "x" / ".." / "one.jsonl", "the same as"),
+    ):
+        (tmp_path / "x").mkdir(exist_ok=True)
+        with pytest.raises(ValueError, match=f"{again}' is {how} '{one}', listed too; list every text once"):
+            open_documents(DataSpec(source=[one, other, str(again)]), "train")
+    with pytest.raises(ValueError, match=f"'{one}' is in '{tmp_path}', listed too"):
+        open_documents(DataSpec(source=[one, str(tmp_path)]), "train")
+
+
+def test_texts_joined_by_commas_are_told_how_lists_are_written():
+    with pytest.raises(ValueError, match=r"did you mean the list \[docstrings, code\]\?"):
+        open_documents(DataSpec(source="docstrings, code"), "train")
+
+
 @pytest.mark.parametrize(
     ("source", "complaint"),
     [
@@ -95,6 +114,8 @@ def test_the_identity_of_a_plain_text_is_what_it_was():
         (["a.txt", "./a.txt"], "names './a.txt' twice"),
         (["code", 5], r"a list of names .* not \['code', 5\]"),
         (5, "must be a name or a list of names .* not 5"),
+        ("", "holds '', which names no text"),
+        (["code", " "], "holds ' ', which names no text"),
     ],
 )
 def test_refused_lists(source, complaint):

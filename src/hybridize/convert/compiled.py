@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
 
 from hybridize.layers.token_mixer import TokenMixer
 from hybridize.mixers.recurrent import RecurrentMixer
-from hybridize.recipe import Recipe
+from hybridize.recipe import Recipe, SelectStep
 
 Made = TypeVar("Made", bound=Callable[..., Any])
 
@@ -26,12 +28,19 @@ VARIANTS = 64
 """Graphs of one piece of code: kinds of layers, lengths of rows, teacher and student."""
 
 
-def check_compiler(recipe: Recipe) -> None:
-    """Refuse a recipe with `compile: true` where there is no C++ compiler: torch.compile would say so hours later."""
-    wanted = [f"{i}].{step.kind}" for i, step in enumerate(recipe.steps) if getattr(step, "compile", False)]
+def check_compiler(recipe: Recipe, device: torch.device, left: Iterable[int]) -> None:
+    """Refuse `compile: true` in the steps numbered `left` where there is no C++ compiler: torch.compile would say so hours later."""
+    wanted = []
+    for index in left:
+        step = recipe.steps[index]
+        inner = step.distill if isinstance(step, SelectStep) else None
+        if getattr(inner or step, "compile", False):
+            wanted.append(f"{index}].{step.kind}{'.distill' if inner else ''}")
     if not wanted or BACKEND != "inductor":
         return
     names = [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++", "c++"]
+    if device.type == "cpu":  # code of CPUs is built by the one compiler that torch looks for
+        names = [os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")]
     if not any(shutil.which(name) for name in names):
         raise ValueError(
             f"steps[{wanted[0]}.compile: torch.compile needs a C++ compiler, and {' or '.join(names)} is not on the PATH;"
@@ -50,12 +59,14 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 class Compiled:
     """Compiles `modules` for the time of a step. Where `regular` (every row is one sequence of full length in every batch)
-    recurrences are compiled too; other attention has kernels of its own, and packed rows another grid in every batch."""
+    recurrences and short convolutions are compiled too; other attention has kernels of its own, and packed rows another grid
+    and another number of documents in every batch."""
 
     def __init__(self, modules: Iterable[nn.Module], *, regular: bool) -> None:
-        self.modules = list(modules)
+        self.modules = [part for module in modules for part in _parts(module)]
         self.mixers = [x for module in self.modules for x in module.modules() if isinstance(x, TokenMixer)]
-        self.apart = [mixer for mixer in self.mixers if not (regular and _recurrent(mixer))]
+        self.apart = [(x, "attend") for x in self.mixers if not (regular and _recurrent(x))]
+        self.apart += [(x, "convolve") for x in self.mixers if not regular and _convolves(x)]
         self._calls: list[Callable[..., Any]] = []
         self._functions: dict[Callable[..., Any], Callable[..., Any]] = {}
         self._running = False
@@ -78,21 +89,37 @@ class Compiled:
             self._calls = [
                 torch.compile(module._call_impl, backend=BACKEND, dynamic=False) for module in self.modules
             ]
-        for mixer in self.apart:
-            mixer.attend = torch.compiler.disable(mixer.attend)  # type: ignore[method-assign]
-        for module, call in zip(self.modules, self._calls, strict=True):
-            module._compiled_call_impl = call
+        for mixer, call in self.apart:
+            setattr(mixer, call, torch.compiler.disable(getattr(mixer, call)))
+        for module, compiled in zip(self.modules, self._calls, strict=True):
+            module._compiled_call_impl = compiled
         self._running = True
         try:
             with torch._dynamo.config.patch(recompile_limit=VARIANTS):
                 yield
+        except BackendCompilerFailed as error:
+            cause = error.inner_exception
+            why = ": ".join([type(cause).__name__, *str(cause).splitlines()[:1]])
+            raise RuntimeError(
+                f"compile: true: torch.compile could not make code of a layer ({why}); HYBRIDIZE_DEBUG=1 shows all of it."
+                " Repair what it names, or set compile: false and begin another folder"
+            ) from error
         finally:
             self._running = False
             for module in self.modules:
                 module._compiled_call_impl = None
-            for mixer in self.apart:
-                del mixer.attend
+            for mixer, call in self.apart:
+                delattr(mixer, call)
+
+
+def _parts(module: nn.Module) -> list[nn.Module]:
+    """What is compiled of a layer: itself, or its parts where torch's checkpoint, which nothing is traced through, surrounds them."""
+    return [*module.children()] if getattr(module, "gradient_checkpointing", False) else [module]
 
 
 def _recurrent(mixer: TokenMixer) -> bool:
     return all(isinstance(group, RecurrentMixer) for group in mixer.mixers)
+
+
+def _convolves(mixer: TokenMixer) -> bool:
+    return any(isinstance(group, RecurrentMixer) and group.short_conv is not None for group in mixer.mixers)

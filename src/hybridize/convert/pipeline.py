@@ -100,7 +100,12 @@ def _convert(
     _check_spec(recipe, config)
     run = RunFolder(out)
     check_probes(recipe, run, config)
-    check_compiler(recipe)
+    left = [
+        index
+        for index, step in enumerate(recipe.steps[: last + 1])
+        if not (run.step(index, step.kind) / "outcome.json").exists()
+    ]
+    check_compiler(recipe, device, left)
     with run.locked():
         tokenizer = load_tokenizer(source)
         check_tokenizer(tokenizer, config.vocab_size)

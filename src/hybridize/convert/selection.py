@@ -217,6 +217,8 @@ class Selector:
         folder = self.folder / f"layer-{restored}"
         autocast = self.recipe.precision == "bf16"
         stage = DistillStage(model, self.teacher(), step, self.text.validation(step), autocast=autocast)
+        if step.compile:
+            stage.compile(regular=self.text.regular)
         config = train_config(step, self.recipe, self.text.rows, self.recipe.seed, NEVER)
         config.keep_best, config.tensorboard = False, False
         config.eval_every = config.steps

@@ -60,9 +60,7 @@ def make_stage(
             raise TypeError(f"{type(step).__name__} has no stage")
     stage.name = step.kind
     if step.compile:
-        stage.compile(
-            regular=len(text.rows.starts) == 0
-        )  # documents are joined: no row holds the start of another
+        stage.compile(regular=text.regular)
     return stage
 
 

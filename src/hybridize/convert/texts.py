@@ -41,6 +41,11 @@ class Text:
     rows: PackedRows
     held_out: PackedRows | None
 
+    @property
+    def regular(self) -> bool:
+        """Whether documents are joined: no row holds the start of another."""
+        return len(self.rows.starts) == 0
+
     def validation(self, step: TrainingStep) -> list[Batch]:
         """The step's first validation rows, in its micro-batches."""
         assert self.held_out is not None

@@ -174,6 +174,7 @@ def open_documents(
         )
     if on_hub:
         return stream_hub(spec, split), f"hub:{_commit(on_hub[0])}"
+    _refuse_twice(spec.sources)
     divided = []
     for source in spec.sources:
         documents = _load(source, spec, progress)
@@ -194,10 +195,21 @@ def _on_hub(source: str) -> bool:
         return True
     near = difflib.get_close_matches(source, _CORPORA, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
+    if {part.strip() for part in source.split(",")} <= {*_CORPORA}:
+        hint = f"; did you mean the list [{source}]?"
     raise ValueError(
         f"data source {source!r} is neither {', '.join(_CORPORA)}, an existing file or folder, "
         f"nor a hub dataset id such as 'org/name'{hint}"
     )
+
+
+def _refuse_twice(sources: Iterable[str]) -> None:
+    """Raises ValueError for a file or folder that is listed by two names, or lies in a folder that is listed too."""
+    places = {source: Path(source).expanduser().resolve() for source in sources if source not in _CORPORA}
+    for source, other in itertools.permutations(places, 2):
+        if places[other].is_relative_to(places[source]):
+            how = "the same as" if places[other] == places[source] else "in"
+            raise ValueError(f"data source {other!r} is {how} {source!r}, listed too; list every text once")
 
 
 def _load(source: str, spec: DataSpec, progress: Progress | None) -> list[Document]:

@@ -13,18 +13,24 @@ Role = Literal["text", "prompt", "input", "response", "messages"]
 def _one_or_several(value: Any) -> Any:
     """A name, or a tuple of two or more; one name in a list is that name, so that it is the same text everywhere."""
     if isinstance(value, str):
-        return value
+        return _named(value)
     if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
         raise ValueError(
             f"must be a name or a list of names such as [docstrings, package_code], not {value!r}"
         )
     if not value:
         raise ValueError("is an empty list; name at least one text")
-    paths = [PurePath(name) for name in value]
+    paths = [PurePath(_named(name)) for name in value]
     twice = [name for index, name in enumerate(value) if paths[index] in paths[:index]]
     if twice:
         raise ValueError(f"names {twice[0]!r} twice; list every text once")
     return value[0] if len(value) == 1 else tuple(value)
+
+
+def _named(name: str) -> str:
+    if not name.strip():
+        raise ValueError(f"holds {name!r}, which names no text; an empty path would be the folder one is in")
+    return name
 
 
 class DataSpec(BaseModel):

@@ -133,7 +133,13 @@ def _parse_override(text: str) -> tuple[str, Any]:
     path, equals, value = text.partition("=")
     if not equals or not path.strip():
         raise ValueError(f"override is {text!r}; write PATH=VALUE, such as data.length=512")
-    return path.strip(), yaml.load(value, Loader=_Loader)
+    try:
+        return path.strip(), yaml.load(value, Loader=_Loader)
+    except yaml.YAMLError as error:
+        why = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise ValueError(
+            f"override {path.strip()}: {value!r} is not YAML ({why}); quote what is a text"
+        ) from None
 
 
 def _assign(raw: Any, path: str, value: Any) -> None:
