@@ -183,7 +183,9 @@ class Selector:
         if asked.lm_eval is not None:
             return scores.scores_from_harness(self.tokenizer, asked.lm_eval, limit=asked.samples)
         options: dict[str, Any] = {"tasks": asked.tasks} if asked.tasks is not None else {}
-        first, *_ = self.recipe.data.by_source().values()  # of several texts the others may hold little to know
+        first, *_ = (
+            self.recipe.data.by_source().values()
+        )  # of several texts the others may hold little to know
         # the validation split: what is held out for the test decides nothing
         documents = [*itertools.islice(plain_texts(first, "validation"), DOCUMENTS)] or None
         return scores.knowledge_probe(self.tokenizer, documents=documents, samples=asked.samples, **options)
