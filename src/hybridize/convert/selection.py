@@ -183,10 +183,8 @@ class Selector:
         if asked.lm_eval is not None:
             return scores.scores_from_harness(self.tokenizer, asked.lm_eval, limit=asked.samples)
         options: dict[str, Any] = {"tasks": asked.tasks} if asked.tasks is not None else {}
-        first, *_ = (
-            self.recipe.data.by_source().values()
-        )  # of several texts the others may hold little to know
-        # the validation split: what is held out for the test decides nothing
+        # of several texts the first, since the others may hold little to know; what is held out for the test decides nothing
+        first, *_ = self.recipe.data.by_source().values()
         documents = [*itertools.islice(plain_texts(first, "validation"), DOCUMENTS)] or None
         return scores.knowledge_probe(self.tokenizer, documents=documents, samples=asked.samples, **options)
 
