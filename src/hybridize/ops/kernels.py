@@ -54,6 +54,11 @@ def refusal(load: Callable[[], Any], q_BTHD: Tensor, v_BTHV: Tensor) -> str | No
     return None
 
 
+def trains(*tensors: Tensor | None) -> bool:
+    """Whether a backward pass may follow."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
 @cache
 def scalar_backward_refused(device: torch.device) -> bool:
     """Whether the backward of scalar decays is one that triton miscompiles, 3.4 to 3.7.0 on Hopper (the library's issue

@@ -20,6 +20,7 @@ from hybridize.problems import describe
 from hybridize.recipe import checks
 from hybridize.recipe.stages import DistillStep, FinetuneStep, LongContextStep, TransferStep
 from hybridize.recipe.steps import EditStep, SelectStep, Step
+from hybridize.recipe.training import TrainingStep
 from hybridize.select.rules import uniform
 from hybridize.spec import SOFTMAX, Frozen, GroupSpec, HybridSpec, LayerSpec, first_far_position
 
@@ -106,6 +107,17 @@ class Recipe(Frozen):
     def training_steps(self) -> list[TransferStep | FinetuneStep | DistillStep | LongContextStep]:
         """The steps that train, in order."""
         return [step for step in self.steps if not isinstance(step, EditStep | SelectStep)]
+
+    @property
+    def stages(self) -> list[tuple[int, str, TrainingStep]]:
+        """All that trains, a selection's short distillation too: the step's number, the path in the recipe, what trains."""
+        found: list[tuple[int, str, TrainingStep]] = []
+        for index, step in enumerate(self.steps):
+            if isinstance(step, TrainingStep):
+                found.append((index, f"steps[{index}].{step.kind}", step))
+            elif isinstance(step, SelectStep) and step.distill is not None:
+                found.append((index, f"steps[{index}].select.distill", step.distill))
+        return found
 
     def spec_before(self, index: int) -> HybridSpec:
         """The spec that step `index` finds: `spec` with the edits of the steps before it. `len(steps)`: the last one's.

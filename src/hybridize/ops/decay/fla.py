@@ -51,8 +51,11 @@ def forward(
             # the kernels give no gradient of a fixed decay
             log = log.expand(*q.shape[:2], -1)
         start = state.S_NHDV if state is not None else None
-        trains = any(x is not None and x.requires_grad for x in (q, k, v, log, start))
-        if log.dim() == 3 and trains and kernels.scalar_backward_refused(q.device):
+        if (
+            log.dim() == 3
+            and kernels.trains(q, k, v, log, start)
+            and kernels.scalar_backward_refused(q.device)
+        ):
             log = log[..., None].expand(-1, -1, -1, q.shape[3])
     fixed: dict[str, Any] = {"g_gamma": log} if log.dim() == 1 else {}
     tensors = (q, k, v) if fixed else (q, k, v, log)

@@ -42,8 +42,7 @@ def forward(
     k, v = (x.to(dtype).repeat_interleave(heads // x.shape[2], 2) for x in (k_BTGD, v_BTGV))
     tensors = (q_BTHD.to(dtype), k, v, g.float(), beta_BTH.float())
     start = state.S_NHDV if state is not None else None
-    trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*tensors, start))
-    if g.dim() == 3 and trains and kernels.scalar_backward_refused(v.device):
+    if g.dim() == 3 and kernels.trains(*tensors, start) and kernels.scalar_backward_refused(v.device):
         tensors = (*tensors[:3], tensors[3][..., None].expand(-1, -1, -1, q_BTHD.shape[3]), tensors[4])
     kernel = found[tensors[3].dim() - 3]
     return kernels.run(kernel, tensors, v, sequences, state, DeltaState, return_state, scale=scale)
