@@ -1,6 +1,7 @@
-"""HALO on SmolLM2-135M: its choice of softmax layers against even spacing, two seeds; and the positions of Fig. 4.
+"""HALO on SmolLM2-135M: its choice of softmax layers against even spacing and other rules, two seeds; the positions of Fig. 4.
 
     python benchmarks/halo_study.py --out runs/halo --jobs 4 --devices 4
+    python benchmarks/halo_study.py --out runs/halo --only floor-42 jet-42
     python benchmarks/halo_study.py --out runs/halo --only rope nope reversed
 
 Every model is an ordinary run of `hybridize convert` with the shipped recipe `halo-smollm2-135m` (the rule, the seed or the positions
@@ -8,7 +9,7 @@ changed), followed by `hybridize eval`: perplexity on two held-out texts, passke
 single-1 to 3) at lengths up to far beyond the training length. All steps of the recipe are distilled from the teacher, so the equally
 tuned teacher is the teacher (its own distributions teach it nothing); it is measured as it is and, beyond its 8,192 positions, under YaRN
 and with a declared NTK base. An interrupted study continues, and calls for different runs add up. benchmarks/results/halo-smollm2-135m.json keeps the figures, the
-chosen layers and the single-layer scores.
+chosen layers and the single-layer scores, each with the commit that it was made at.
 """
 
 from __future__ import annotations
@@ -32,6 +33,18 @@ TEACHER_POSITIONS = 8192
 SCALED = "logit_scale: {kind: log_position, base: 500}, output_gate: true"
 KEPT = "{{attention: softmax, position: {position}, {more}}}"
 ALL = "{{attention: lightning, position: {position}, qk_norm: true, output_norm: true, output_gate: true, heads: expand}}"
+QUARTER = "keep: 1/4"
+VARIANTS = {
+    "halo": [],
+    "uniform": [f"steps[1]={{select: {{rule: uniform, {QUARTER}}}}}"],
+    "floor": [f"steps[1]={{select: {{rule: halo, {QUARTER}, cap: 50, floor: standard_error}}}}"],
+    "jet": [f"steps[1]={{select: {{rule: jet, {QUARTER}}}}}"],
+    "ce": ["steps[3].long_context.objective=ce"],
+}
+"""What a run `NAME-SEED` changes of the recipe: the rule of the selection, or what the long stage learns from."""
+SHOWN = ("halo", "uniform")
+"""Run unless `--only` says otherwise."""
+
 ARMS = {
     "rope": ("rope", "rope", "output_gate: true"),
     "nope": ("none", "none", SCALED),
@@ -43,9 +56,9 @@ ARMS = {
 def jobs(seeds: list[int], overrides: list[str]) -> list[Job]:
     """The runs of the study, by name."""
     made = [
-        Job(f"{rule}-{seed}", RECIPE, [f"seed={seed}", *choice, *overrides])
+        Job(f"{name}-{seed}", RECIPE, [f"seed={seed}", *changes, *overrides])
         for seed in seeds
-        for rule, choice in (("halo", []), ("uniform", ["steps[1]={select: {rule: uniform, keep: 1/4}}"]))
+        for name, changes in VARIANTS.items()
     ]
     for name, (recurrent, softmax, more) in ARMS.items():
         spec = [
@@ -117,7 +130,7 @@ def main() -> None:
     chosen = [
         job
         for job in jobs(options.seeds, [*asked, *options.set])
-        if (job.name in options.only if options.only else job.name not in ARMS)
+        if (job.name in options.only if options.only else job.name.partition("-")[0] in SHOWN)
     ]
     places = Places(options.jobs, options.devices)
     text = ["--tasks", "perplexity", "--samples", str(options.rows), "--dtype", "bfloat16"]
@@ -172,8 +185,8 @@ def main() -> None:
         if not options.only or "teacher" in options.only:
             waiting.append(pool.submit(teacher))
         results = dict(future.result() for future in waiting)
+    results = {name: {"commit": options.commit, **result} for name, result in results.items()}
     record = {
-        "commit": options.commit,
         "command": f"python benchmarks/halo_study.py --jobs {options.jobs} --devices {options.devices} "
         + " ".join(f"--set {change}" for change in options.set),
         "model": MODEL,
@@ -184,8 +197,8 @@ def main() -> None:
     }
     options.results.mkdir(parents=True, exist_ok=True)
     path = options.results / "halo-smollm2-135m.json"
-    if path.is_file() and (before := json.loads(path.read_text()))["commit"] == options.commit:
-        record["jobs"] = {**before["jobs"], **results}  # of a call with other names
+    if path.is_file():
+        record["jobs"] = {**json.loads(path.read_text())["jobs"], **results}  # of calls with other names
     path.write_text(json.dumps(rounded(record)) + "\n")
     for name, result in results.items():
         print(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from safetensors import SafetensorError
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -71,7 +72,7 @@ def convert(
         if isinstance(changes, list):
             changes.append(f"data.source={_written(data)}")
         else:
-            changes["data.source"] = data
+            changes["data.source"] = yaml.safe_load(_written(data))
     if isinstance(recipe, Recipe):
         if changes:
             raise ValueError(
@@ -322,6 +323,10 @@ def evaluate(
         chat=chat,
         batch_tokens=batch_tokens,
     )
+    if records is not None and not ruler:
+        raise ValueError(
+            "records keeps RULER's answers, and none is asked; name some (ruler: niah) or leave it out"
+        )
     edits = {"window": window, "mix": mix, "logit_scale": logit_scale}
     model, tokenizer = load(run_or_model, device=device, dtype=dtype, **edits)  # type: ignore[arg-type]
     hybrid = model if isinstance(model, HybridForCausalLM) else None

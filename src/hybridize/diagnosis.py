@@ -20,7 +20,7 @@ from hybridize.convert.drift import drift_note
 from hybridize.convert.run_folder import read_json, versions
 from hybridize.convert.status import status
 from hybridize.data import DataSpec, plain_texts
-from hybridize.data.batching import held_out_batches
+from hybridize.data.batching import held_out_texts
 from hybridize.devices import choose_device
 from hybridize.evals.suites import expand
 from hybridize.models.teacher import load_teacher, resolve_model
@@ -101,7 +101,7 @@ def diagnose(
         plan = replace(plan, harness=tuple(harness), include_path=folder_of_tasks, limit=limit)
     rows = rows or (QUICK_ROWS if quick else 64 if gpu else 8)
     length = length or (QUICK_LENGTH if quick else 1024)
-    specs = _texts(names[0], texts, length, quick)
+    specs, parts = _texts(names[0], texts, length, quick)
     entries = []
     with status(progress) as say:
         for name in names:
@@ -110,11 +110,9 @@ def diagnose(
                 subject.notes.append(note)
             if quick:
                 subject.tuned = None
-            batches = {
-                text: held_out_batches(spec, tokenizer, rows, BATCH, say) for text, spec in specs.items()
-            }
+            batches = held_out_texts(specs, tokenizer, rows, BATCH, say, parts=parts)
             documents = (
-                list(islice(plain_texts(next(iter(specs.values())), "test"), DOCUMENTS)) if plan.tasks else []
+                list(islice(plain_texts(specs[next(iter(batches))], "test"), DOCUMENTS)) if plan.tasks else []
             )
             raw = measure(subject, tokenizer, batches, documents, plan, say)
             entries.append(RunDiagnosis.model_validate(raw))
@@ -138,19 +136,22 @@ def _default_folder(names: Sequence[str | Path]) -> Path:
     return first / "diagnosis" if len(names) == 1 and first.is_dir() else Path("runs") / "diagnosis"
 
 
-def _texts(first: str | Path, texts: Sequence[str] | None, length: int, quick: bool) -> dict[str, DataSpec]:
-    """Held-out texts by name: those asked for, else the first run's own and `code`."""
+def _texts(
+    first: str | Path, texts: Sequence[str] | None, length: int, quick: bool
+) -> tuple[dict[str, DataSpec], tuple[str, ...]]:
+    """Held-out texts by name, those asked for, else the first run's own and `code`; and which of them a run joins."""
     if texts:
-        return {text: DataSpec(source=text, length=length) for text in texts}
+        return {text: DataSpec(source=text, length=length) for text in texts}, ()
     own = DataSpec(length=length)
     recipe = Path(first) / "recipe.yaml"
     if recipe.is_file():
         own = load_recipe(recipe).data.model_copy(update={"length": length})
     specs = own.by_source()
     if quick:
-        return dict([*specs.items()][:1])
+        return dict([*specs.items()][:1]), ()
+    parts = tuple(specs) if len(specs) > 1 else ()
     specs.setdefault("code", DataSpec(source="code", length=length))
-    return specs
+    return specs, parts
 
 
 def _subject(

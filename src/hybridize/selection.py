@@ -21,6 +21,7 @@ def select(
     rule: str | None = None,
     keep: str | int | None = None,
     cap: float | None = None,
+    floor: float | str | None = None,
     data: str | None = None,
     overrides: Mapping[str, Any] | Sequence[str] | None = None,
     device: str | None = None,
@@ -33,7 +34,8 @@ def select(
     file of single-layer scores: they are ranked anew by `rule`, nothing is measured.
 
     Args:
-        rule, keep, cap: for a ranking anew; by default what the scores were ranked by, else halo, 1/4 and no cap.
+        rule, keep, cap, floor: for a ranking anew (see `hybridize.select.choose`); by default what the scores were ranked by,
+            else halo, 1/4, no cap and no floor.
         out: the run folder; for a ranking anew a folder for selection.json and selection.svg.
         data, overrides, device: see `convert`.
 
@@ -44,10 +46,10 @@ def select(
         for name, value in (("data", data), ("overrides (--set)", overrides), ("device", device)):
             if value:
                 raise ValueError(f"{name} goes with a recipe, and no recipe is given")
-        return _again(Path(source), out, rule, keep, cap)
-    if rule is not None or keep is not None or cap is not None:
+        return _again(Path(source), out, rule, keep, cap, floor)
+    if any(value is not None for value in (rule, keep, cap, floor)):
         raise ValueError(
-            "rule, keep and cap rank existing scores; with a recipe set them there: --set select.rule=jet"
+            "rule, keep, cap and floor rank existing scores; with a recipe set them there: --set select.rule=jet"
         )
     if out is None:
         raise ValueError("out is missing; it names the run folder")
@@ -89,7 +91,12 @@ def _run(
 
 
 def _again(
-    source: Path, out: str | Path | None, rule: str | None, keep: str | int | None, cap: float | None
+    source: Path,
+    out: str | Path | None,
+    rule: str | None,
+    keep: str | int | None,
+    cap: float | None,
+    floor: float | str | None,
 ) -> Selection:
     path = source if source.is_file() or (source / JSON).is_file() else _folder(source)
     if path.is_dir():
@@ -101,11 +108,12 @@ def _again(
         raise ValueError(
             f"{path} holds the layers that its recipe names, by no rule; give one: uniform or tail"
         )
-    if cap is None and chosen == before.get("rule"):
-        cap = before.get("cap")
+    if chosen == before.get("rule"):
+        cap = before.get("cap") if cap is None else cap
+        floor = before.get("floor") if floor is None else floor
     if keep is None:
         keep = before.get("keep", "1/4")
-    selection = choose(chosen, len(scores.layers), keep, scores=scores, cap=cap)
+    selection = choose(chosen, len(scores.layers), keep, scores=scores, cap=cap, floor=floor)
     if out is not None:
         write_selection(selection, out)
     return selection
@@ -164,4 +172,5 @@ def _read(path: Path) -> Selection:
         scores=load_scores(path) if scored else None,
         given=whole["given"],
         cap=whole["cap"],
+        floor=whole.get("floor"),  # not in files of earlier versions
     )

@@ -59,6 +59,7 @@ def test_a_file_is_ranked_by_halo_and_a_quarter(cli, scores):
         (["--rule", "jet", "--keep", "2"], "rule jet: 2 of 4 layers keep softmax: 1, 3"),
         (["--keep", "1/2"], "rule halo: 2 of 4 layers keep softmax: 1, 3"),
         (["--cap", "0.5"], "rule halo: 1 of 4 layers keep softmax: 1"),  # ties go to the lower layer
+        (["--floor", "0.5"], "rule halo: 1 of 4 layers keep softmax: 3"),
         (["--rule", "uniform", "--keep", "2"], "rule uniform: 2 of 4 layers keep softmax: 1, 3"),
         (["--rule", "tail", "--keep", "2"], "rule tail: 2 of 4 layers keep softmax: 2, 3"),
     ],
@@ -97,6 +98,10 @@ def test_what_is_written_can_be_ranked_again(cli, scores, tmp_path):
         (["--cap", "nan"], "cap is nan; it must be positive"),
         (["--cap", "inf"], "cap is inf; it must be positive"),
         (["--rule", "jet", "--cap", "50"], "cap is 50.0 under the rule 'jet'; only 'halo' takes one"),
+        (["--floor", "-1"], "floor is -1.0; it needs numbers of 0 or more"),
+        (["--floor", "noise"], "floor is 'noise'; give a number of 0 or more, or standard_error"),
+        (["--floor", "standard_error"], "the scores hold none for knowledge"),
+        (["--rule", "jet", "--floor", "0.1"], "floor is 0.1 under the rule 'jet'; only 'halo' takes one"),
         (["--rule", "kl"], "scores has no loss for layer 0"),
         (["--rule", "tail", "--keep", "3"], "take the rule 'uniform'"),
         (["--set", "seed=1"], "overrides (--set) goes with a recipe"),

@@ -5,7 +5,7 @@ import pytest
 from hybridize import api, diagnosis
 from hybridize.convert import measure
 from hybridize.convert.run_folder import RunFolder
-from hybridize.data import DataSpec
+from hybridize.data import DataSpec, batching
 from hybridize.recipe import Recipe, load_recipe
 
 OVERRIDES = {
@@ -23,7 +23,7 @@ def recipe() -> Recipe:
 
 
 def test_a_run_measures_every_text_of_its_own_then_the_others_once(recipe, tmp_path, monkeypatch):
-    monkeypatch.setattr(measure, "held_out_batches", lambda spec, *_: spec)
+    monkeypatch.setattr(batching, "held_out_batches", lambda spec, *_: spec)
     milestones = measure.Milestones(RunFolder(tmp_path), recipe, None, progress=False)
     measured = milestones._held_out(lambda *_: None)
     assert list(measured) == ["docstrings", "package_code", "code"]
@@ -32,11 +32,13 @@ def test_a_run_measures_every_text_of_its_own_then_the_others_once(recipe, tmp_p
 
 def test_a_diagnosis_does_too(recipe, tmp_path):
     (tmp_path / "recipe.yaml").write_text(recipe.to_yaml())
-    assert diagnosis._texts(tmp_path, None, 512, quick=False) == {
-        **OWN,
-        "code": DataSpec(source="code", length=512),
-    }
-    assert diagnosis._texts(tmp_path, None, 512, quick=True) == {"docstrings": OWN["docstrings"]}
+    specs, parts = diagnosis._texts(tmp_path, None, 512, quick=False)
+    assert specs == {**OWN, "code": DataSpec(source="code", length=512)} and parts == tuple(OWN)
+    assert diagnosis._texts(tmp_path, None, 512, quick=True) == ({"docstrings": OWN["docstrings"]}, ())
+    assert diagnosis._texts(tmp_path, ["essays"], 64, False) == (
+        {"essays": DataSpec(source="essays", length=64)},
+        (),
+    )
 
 
 @pytest.mark.parametrize("overrides", [None, ["data.seed=7"], {"data.seed": 7}])
@@ -45,5 +47,5 @@ def test_convert_takes_several_texts(overrides, tmp_path, monkeypatch):
     monkeypatch.setattr(api.pipeline, "convert", lambda _, recipe, out, **__: recipes.append(recipe) or out)
     names = ["docstrings", "a folder: with 'names'.txt"]
     api.convert("model", "demo", tmp_path, data=names, overrides=overrides)
-    api.convert("model", "demo", tmp_path, data="[docstrings, package_code]")
+    api.convert("model", "demo", tmp_path, data="[docstrings, package_code]", overrides=overrides)
     assert [recipe.data.sources for recipe in recipes] == [tuple(names), ("docstrings", "package_code")]

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hybridize.data import DataSpec, build_rows, corpora
+from hybridize.data import DataSpec, batching, build_rows, corpora
 from hybridize.data.documents import SPLITS, Document, Originals, divide, pool
 from hybridize.data.packing import open_documents
 from hybridize.recipe import RecipeError, json_schema, load_recipe
@@ -226,3 +226,31 @@ def test_copies_are_found_by_their_lines():
     assert originals.has_copy("\n".join(lines[:9])), "a part of it"
     assert not originals.has_copy(other + "\n" + "\n".join(lines[:7])), "seven lines in common with 25"
     assert not originals.has_copy("\n".join(lines[:4])), "too few lines to tell"
+
+
+def test_a_part_without_a_full_row_of_its_own_is_left_out(tmp_path, tokenizer, caplog):
+    def spec(name: str, documents: int) -> DataSpec:
+        lines = (
+            json.dumps({"text": f"Document {i} of {name} says what it says. " * 4}) for i in range(documents)
+        )
+        (tmp_path / name).write_text("\n".join(lines))
+        return DataSpec(source=str(tmp_path / name), length=64)
+
+    specs = {
+        "long": spec("long.jsonl", 400),
+        "short": spec("short.jsonl", 8),
+        "other": spec("other.jsonl", 400),
+    }
+    found = batching.held_out_texts(specs, tokenizer, 2, 2, parts=("long", "short"))
+    assert list(found) == ["long", "other"] and found["long"][0].input_ids_BT.shape == (2, 64)
+    assert "which is no full row" in caplog.text and "nothing is measured on it" in caplog.text
+    for parts in ((), ("long", "other"), ("short",)):  # asked for by name, or the only part
+        with pytest.raises(ValueError, match="which is no full row"):
+            batching.held_out_texts(specs, tokenizer, 2, 2, parts=parts)
+
+
+def test_a_missing_file_among_several_is_found_before_any_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr("hybridize.data.packing.load_docstrings", lambda _: pytest.fail("loaded"))
+    spec = DataSpec(source=["docstrings", str(tmp_path / "missing.txt")], length=64)
+    with pytest.raises(ValueError, match="missing.txt': there is no such file or folder"):
+        open_documents(spec, "train")

@@ -34,6 +34,24 @@ def test_choose_by_every_rule():
     assert choose("given", 28, given=[9, 2]).kept == (2, 9)
 
 
+def test_a_floor_of_standard_errors(tmp_path):
+    chosen = choose("halo", 8, 1, scores=table(), floor="standard_error")
+    assert (
+        chosen.ranking == choose("halo", 8, 1, scores=table(), floor=0.02).ranking
+    )  # all errors of C are 0.02
+    assert chosen.kept == (1,) and choose("halo", 8, 1, scores=table()).kept == (3,)
+    assert chosen.to_dict()["floor"] == "standard_error"
+    numbers = [
+        LayerScores(i, Score(r), Score(c)) for i, (r, c) in enumerate(zip(RECALL, KNOWLEDGE, strict=True))
+    ]
+    with pytest.raises(ValueError, match="the scores hold none for knowledge"):
+        choose("halo", 8, scores=ScoreTable.of(numbers), floor="standard_error")
+    with pytest.raises(ValueError, match="floor is 'noise'; give a number"):
+        choose("halo", 8, scores=table(), floor="noise")
+    with pytest.raises(ValueError, match="floor is 0.1 under the rule 'jet'"):
+        choose("jet", 8, scores=table(), floor=0.1)
+
+
 def test_flat_recall_is_refused_with_the_tables_errors():
     with pytest.raises(ValueError, match="hardly varies"):
         choose("halo", 8, scores=table(errors=0.21))

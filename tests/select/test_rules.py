@@ -39,6 +39,24 @@ def test_a_cap_makes_ties_that_go_to_the_lower_layer():
     assert rules.halo(RECALL, KNOWLEDGE, cap=1e9).order == ORDER
 
 
+def test_a_floor_is_the_least_loss_of_knowledge():
+    # layer 0 is best in knowledge by less than the probe can tell, layer 2 loses most of recall
+    recall, knowledge = [0.85, 0.90, 0.30, 0.70], [0.600, 0.598, 0.590, 0.500]
+    assert rules.halo(recall, knowledge, keep=1).kept == (0,)
+    found = rules.halo(recall, knowledge, keep=1, floor=0.02)
+    assert found.order == (2, 0, 3, 1)
+    assert found.scores == tuple(
+        x / (d + EPSILON)
+        for x, d in zip((0.9 - 0.85, 0.0, 0.9 - 0.3, 0.9 - 0.7), (0.02, 0.02, 0.02, 0.6 - 0.5), strict=True)
+    )
+    by_layer = rules.halo(recall, knowledge, floor=[0.0, 0.02, 0.02, 0.02])
+    assert by_layer.scores[0] == pytest.approx(0.05 / EPSILON) and by_layer.scores[1:] == found.scores[1:]
+    assert rules.halo(recall, knowledge, floor=0) == rules.halo(recall, knowledge)
+    for floor in (-0.1, float("nan"), [0.1], [0.1, 0.1, 0.1, -1.0]):
+        with pytest.raises(ValueError, match="floor is"):
+            rules.halo(recall, knowledge, floor=floor)
+
+
 def test_ties_go_to_the_lower_layer():
     found = rules.halo([0.5, 0.9, 0.5, 0.9, 0.5], [0.5, 0.5, 0.5, 0.5, 0.5], keep=2)
     assert found.order == (0, 2, 4, 1, 3) and found.kept == (0, 2)

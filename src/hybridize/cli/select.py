@@ -50,6 +50,13 @@ def select(
         float | None,
         typer.Option(help="Largest score of halo; the published code takes 50.", show_default=False),
     ] = None,
+    floor: Annotated[
+        str | None,
+        typer.Option(
+            help="Least loss of knowledge that halo divides by: a number, or standard_error.",
+            show_default=False,
+        ),
+    ] = None,
     data: Annotated[
         str | None, typer.Option(metavar="SRC", help="Text in place of the recipe's.", show_default=False)
     ] = None,
@@ -67,8 +74,17 @@ def select(
             rule=rule.value if rule else None,
             keep=keep,
             cap=cap,
+            floor=_number(floor),
             data=data,
             overrides=set_ or [],
             device=device,
         )
     hybridize.print_selection(selection)
+
+
+def _number(text: str | None) -> float | str | None:
+    """A number where the text is one."""
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return text

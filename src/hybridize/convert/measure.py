@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hybridize.convert.run_folder import RunFolder, read_json, versions, write_json
 from hybridize.convert.status import Say, status
 from hybridize.data import DataSpec
-from hybridize.data.batching import Batch, held_out_batches
+from hybridize.data.batching import Batch, held_out_texts
 from hybridize.evals.aggregate import paired_difference
 from hybridize.evals.generation import greedy
 from hybridize.evals.suite import run_suite
@@ -100,12 +100,10 @@ class Milestones:
         if self._texts is None:
             own = self.recipe.data
             specs = own.by_source()
+            parts = specs.keys() - {*self.plan.texts} if len(specs) > 1 else set()
             for source in self.plan.texts:
                 specs.setdefault(source, DataSpec(source=source, length=own.length))
-            self._texts = {
-                name: held_out_batches(spec, self.tokenizer, self.plan.rows, BATCH, say)
-                for name, spec in specs.items()
-            }
+            self._texts = held_out_texts(specs, self.tokenizer, self.plan.rows, BATCH, say, parts=parts)
         return self._texts
 
     def write_results(self, recipe: Recipe, identity: dict[str, Any], notes: list[str]) -> None:

@@ -63,6 +63,7 @@ def _check_probe(step: SelectStep, config: PreTrainedConfig) -> None:
             step.keep,
             scores=Path(step.scores).expanduser(),
             cap=step.cap,
+            floor=step.floor,
         )
         return
     positions = config.max_position_embeddings
@@ -128,7 +129,9 @@ class Selector:
         step, layers = self.step, len(self.model.spec.layers)
         keep = layers if step.rule == "given" else step.keep
         try:
-            chosen = choose(step.rule, layers, keep, scores=scores, given=step.layers, cap=step.cap)
+            chosen = choose(
+                step.rule, layers, keep, scores=scores, given=step.layers, cap=step.cap, floor=step.floor
+            )
         except ValueError as error:
             raise ValueError(
                 f"steps[{self.index}].select: {error}; a select that has not chosen may be changed, and the same command goes on"

@@ -5,7 +5,8 @@ Legend: B rows, T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import logging
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,11 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridize.data.packing import IGNORED, PackedRows, Progress, build_rows
+from hybridize.data.packing import IGNORED, PackedRows, Progress, TooLittleText, build_rows
 from hybridize.data.spec import DataSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,36 @@ def held_out_batches(
     return list(
         ordered_batches(build_rows(spec, tokenizer, "test", tokens, progress=progress), batch_size, tokens)
     )
+
+
+def held_out_texts(
+    specs: Mapping[str, DataSpec],
+    tokenizer: PreTrainedTokenizerBase,
+    rows: int,
+    batch_size: int,
+    progress: Progress | None = None,
+    *,
+    parts: Collection[str] = (),
+) -> dict[str, list[Batch]]:
+    """`held_out_batches` of each text, by its name.
+
+    `parts` are names of texts that a run joins: one whose own test split holds no full row is left out with a warning,
+    as long as another part has one. Raises ValueError as `held_out_batches`.
+    """
+    found: dict[str, list[Batch]] = {}
+    missing: list[TooLittleText] = []
+    for name, spec in specs.items():
+        try:
+            found[name] = held_out_batches(spec, tokenizer, rows, batch_size, progress)
+        except TooLittleText as error:
+            if name not in parts:
+                raise
+            missing.append(error)
+    if missing and not any(name in parts for name in found):
+        raise missing[0]
+    for reason in missing:
+        log.warning("%s; nothing is measured on it", reason)
+    return found
 
 
 def first_rows(batches: Iterable[Batch], rows: int) -> list[Batch]:

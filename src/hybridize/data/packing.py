@@ -32,7 +32,7 @@ from hybridize.data.corpora import (
 )
 from hybridize.data.documents import Document, Split, corpus_fingerprint, divide, pool
 from hybridize.data.encoding import encode, segments, starts_with_bos, tokenizer_fingerprint
-from hybridize.data.readers import SUFFIXES, read_files, stream_hub
+from hybridize.data.readers import SUFFIXES, check_there, read_files, stream_hub
 from hybridize.data.spec import DataSpec
 from hybridize.fetch import cache_root
 
@@ -48,6 +48,10 @@ _VERSION = 1  # raise it when cached rows of an older version must be made again
 _BATCH_DOCUMENTS = 64
 _CORPORA = ("docstrings", "package_code", "recall", "code", "essays")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+class TooLittleText(ValueError):
+    """A split without one full row."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +193,10 @@ def open_documents(
 def _on_hub(source: str) -> bool:
     """Whether a source names a hub dataset. Raises ValueError where it can name nothing."""
     path = Path(source).expanduser()
-    if source in _CORPORA or path.exists() or path.suffix in SUFFIXES:
+    if source in _CORPORA:
+        return False
+    if path.exists() or path.suffix in SUFFIXES:
+        check_there(path)  # before another of several texts is loaded
         return False
     if _HUB_ID.fullmatch(source):
         return True
@@ -301,7 +308,7 @@ def _write_rows(
                 break
     rows = total // spec.length
     if rows == 0:
-        raise ValueError(
+        raise TooLittleText(
             f"length is {spec.length}, but the {split} text of {spec.label!r} has {total} tokens, "
             f"which is no full row; use a smaller length or more text"
         )

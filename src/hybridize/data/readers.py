@@ -53,8 +53,7 @@ def read_files(path: Path, fields: Mapping[Role, str] | None = None) -> list[Doc
     Raises:
         ValueError: no such file, no readable file, a broken line, or a field that is not there.
     """
-    if not path.exists():
-        raise ValueError(f"data source {str(path)!r}: there is no such file or folder")
+    check_there(path)
     files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES) if path.is_dir() else [path]
     if not files:
         raise ValueError(f"data source {str(path)!r}: the folder holds no {', '.join(SUFFIXES)} file")
@@ -62,6 +61,12 @@ def read_files(path: Path, fields: Mapping[Role, str] | None = None) -> list[Doc
     if not documents:
         raise ValueError(f"data source {str(path)!r} holds no text")
     return documents
+
+
+def check_there(path: Path) -> None:
+    """Raises ValueError where there is no such file or folder."""
+    if not path.exists():
+        raise ValueError(f"data source {str(path)!r}: there is no such file or folder")
 
 
 def _read_file(file: Path, fields: Mapping[Role, str] | None) -> Iterator[Document]:

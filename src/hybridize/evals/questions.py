@@ -52,6 +52,15 @@ class Questions:
         for name in self.harness:
             if close := difflib.get_close_matches(name, TASKS, n=1, cutoff=0.75):
                 raise ValueError(f"tasks contains {name!r}; did you mean {close[0]!r}?")
+        for name, value in (
+            ("essays", self.essays),
+            ("chat", self.chat),
+            ("batch_tokens", self.batch_tokens),
+        ):
+            if value and not self.ruler:
+                raise ValueError(
+                    f"{name} is of RULER's tasks, and none is asked; name some (ruler: niah) or leave it out"
+                )
         if self.harness:
             expand(self.harness, self.shots)
         if not self.lengths or min(self.lengths) < 2:

@@ -71,7 +71,8 @@ class SelectStep(Frozen):
     `rule`: `halo` and `jet` replace one layer of the teacher at a time and score recall and knowledge (or take `scores`, a
     file of a former sweep); `kl` restores one softmax layer at a time and ranks by the loss after a short `distill`;
     `uniform` and `tail` place them evenly in the whole or the second half; `given` takes `layers`. `keep` is a share of
-    the layers (rounded down) or a count. `cap` bounds the ratio of `halo` (the published code: 50).
+    the layers (rounded down) or a count. `cap` bounds the ratio of `halo` (the published code: 50), `floor` is the least
+    loss of knowledge that it divides by, a number or `standard_error`.
     """
 
     kind: ClassVar[str] = "select"
@@ -81,6 +82,7 @@ class SelectStep(Frozen):
     keep: Keep = "1/4"
     layers: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(default=None, min_length=1)
     cap: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    floor: Annotated[float, Field(ge=0, allow_inf_nan=False)] | Literal["standard_error"] | None = None
     scores: str | None = None
     recall: RecallProbe = RecallProbe()
     knowledge: KnowledgeProbe = KnowledgeProbe()
@@ -110,6 +112,8 @@ class SelectStep(Frozen):
             raise ValueError(f"scores: rule: {self.rule} reads none; only halo and jet do")
         if self.cap is not None and self.rule != "halo":
             raise ValueError(f"cap: bounds the ratio of rule: halo; {self.rule} has none")
+        if self.floor is not None and self.rule != "halo":
+            raise ValueError(f"floor: of the loss of knowledge in rule: halo; {self.rule} has none")
         if self.distill is not None and self.distill.lora is not None:
             raise ValueError(
                 "distill: low-rank updates change the modules that the sweep puts back; leave lora out"

@@ -4,7 +4,7 @@ As JSON (`Selection.to_dict`, version 1):
 
 format, version    "hybridize selection", 1
 rule, keep, count  the rule, the share or count asked for, the count that gave
-cap, given         the rules' own parameters, null where they do not count
+cap, floor, given  the rules' own parameters, null where they do not count
 layers             L
 kept, ranking      layer numbers from 0: ascending; the most worth keeping first
 teacher            {recall, knowledge} of the unchanged teacher, null without a sweep
@@ -30,6 +30,10 @@ from hybridize.select import rules
 from hybridize.select.rules import RULES, Keep, Ranking, count_kept
 from hybridize.select.table import FORMAT, VERSION, ScoreTable, load_scores
 
+STANDARD_ERROR = "standard_error"
+Floor = float | str
+"""What `halo` takes for a loss of knowledge at least: a number, or `standard_error`."""
+
 
 @dataclass(frozen=True)
 class Selection:
@@ -41,6 +45,7 @@ class Selection:
     ranking: Ranking
     scores: ScoreTable | None = None
     cap: float | None = None
+    floor: Floor | None = None
 
     @property
     def kept(self) -> tuple[int, ...]:
@@ -57,6 +62,7 @@ class Selection:
             "keep": str(self.keep) if isinstance(self.keep, Fraction) else self.keep,
             "count": len(self.kept),
             "cap": self.cap,
+            "floor": self.floor,
             "given": list(self.ranking.order) if self.rule == "given" else None,
             "layers": self.layers,
             "kept": list(self.kept),
@@ -86,6 +92,7 @@ def choose(
     scores: ScoreTable | Path | str | None = None,
     given: Sequence[int] | None = None,
     cap: float | None = None,
+    floor: Floor | None = None,
 ) -> Selection:
     """Which of `layers` layers keep softmax (rules: see `select.rules`).
 
@@ -94,6 +101,7 @@ def choose(
         scores: of a sweep, or the file or folder that holds them; `halo`, `jet` and `kl` need them.
         given: the layers, for the rule `given`.
         cap: largest score of `halo`; the published code takes 50.
+        floor: the least loss of knowledge that `halo` counts, in [0, 1], or `standard_error`: each layer's own, as measured.
 
     Raises:
         ValueError: an unknown rule, an argument that the rule lacks or does not take, scores of another number of layers,
@@ -104,8 +112,9 @@ def choose(
     if (given is not None) != (rule == "given"):
         takes = "it needs the layers to keep" if rule == "given" else "leave `given` out"
         raise ValueError(f"given is {given} under the rule {rule!r}; {takes}")
-    if cap is not None and rule != "halo":
-        raise ValueError(f"cap is {cap} under the rule {rule!r}; only 'halo' takes one")
+    for name, value in (("cap", cap), ("floor", floor)):
+        if value is not None and rule != "halo":
+            raise ValueError(f"{name} is {value} under the rule {rule!r}; only 'halo' takes one")
     if given is not None:
         ranking = rules.given(layers, given)
         return Selection(rule, layers, len(ranking.kept), ranking)
@@ -116,7 +125,7 @@ def choose(
     table = _table(scores, rule)
     if len(table.layers) != layers:
         raise ValueError(f"scores has {len(table.layers)} layers; the model has {layers}")
-    return Selection(rule, layers, keep, _rank(rule, table, keep, cap), table, cap)
+    return Selection(rule, layers, keep, _rank(rule, table, keep, cap, floor), table, cap, floor)
 
 
 def _table(scores: Any, rule: str) -> ScoreTable:
@@ -127,13 +136,28 @@ def _table(scores: Any, rule: str) -> ScoreTable:
     return scores if isinstance(scores, ScoreTable) else load_scores(scores)
 
 
-def _rank(rule: str, table: ScoreTable, keep: Keep, cap: float | None) -> Ranking:
+def _floor(floor: Floor | None, table: ScoreTable) -> float | list[float]:
+    if not isinstance(floor, str):
+        return floor or 0.0
+    if floor != STANDARD_ERROR:
+        raise ValueError(f"floor is {floor!r}; give a number of 0 or more, or {STANDARD_ERROR}")
+    errors = table.knowledge_errors()
+    if errors is None:
+        raise ValueError(
+            f"floor is {STANDARD_ERROR}, but the scores hold none for knowledge; give a number such as 0.01"
+        )
+    return errors
+
+
+def _rank(rule: str, table: ScoreTable, keep: Keep, cap: float | None, floor: Floor | None) -> Ranking:
     if rule == "kl":
         return rules.kl(table.losses(), keep=keep)
     recall = [score.value for score in table.recall()]
     if rule == "halo":
         knowledge = [score.value for score in table.knowledge()]
-        return rules.halo(recall, knowledge, keep=keep, cap=cap, recall_se=table.recall_errors())
+        return rules.halo(
+            recall, knowledge, keep=keep, cap=cap, floor=_floor(floor, table), recall_se=table.recall_errors()
+        )
     if table.teacher is None or table.teacher.recall is None:
         raise ValueError(
             "scores has no recall of the teacher (a line with layer null); the rule 'jet' needs it"

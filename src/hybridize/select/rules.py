@@ -55,20 +55,24 @@ def halo(
     *,
     keep: Keep = "1/4",
     cap: float | None = None,
+    floor: float | Sequence[float] = 0.0,
     recall_se: float | Sequence[float] | None = None,
 ) -> Ranking:
     """Rank by recall lost over knowledge lost.
 
-    The best layers for knowledge have a denominator of 1e-6, so that a small drop of recall ranks them first; `cap` bounds
-    all scores (the published code takes 50), and ties among those that reach it go to the lower layer.
+    The best layers for knowledge have a denominator of 1e-6, so that a small drop of recall ranks them first. `cap` bounds
+    all scores (the published code takes 50), and ties among those that reach it go to the lower layer. `floor` is what a layer
+    loses of knowledge at least: where C differs by less than its probe can tell, chance decides who stands at the top
+    (not in the paper).
 
     Args:
         recall, knowledge: R and C in [0, 1], one a layer.
+        floor: one for all layers or one a layer, such as the standard errors of C.
         recall_se: standard errors of R, one a layer or one for all.
 
     Raises:
-        ValueError: numbers outside [0, 1] or of different length; a cap that is not positive; R that hardly varies: its
-            largest and smallest value are equal or less than three times the largest standard error apart.
+        ValueError: numbers outside [0, 1] or of different length; a cap that is not positive, a floor below 0; R that hardly varies:
+            its largest and smallest value are equal or less than three times the largest standard error apart.
     """
     _check_scores("recall", recall)
     _check_scores("knowledge", knowledge)
@@ -80,10 +84,16 @@ def halo(
         raise ValueError(
             f"cap is {cap}; it must be positive (the published code takes 50), or None for no cap"
         )
+    floors = [floor] * len(recall) if isinstance(floor, int | float) else list(floor)
+    if len(floors) != len(recall) or not all(0 <= least < math.inf for least in floors):
+        raise ValueError(
+            f"floor is {floor}; it needs numbers of 0 or more, one for all layers or one a layer"
+        )
     _check_spread(recall, recall_se)
     best_recall, best_knowledge = max(recall), max(knowledge)
     scores = [
-        (best_recall - r) / (best_knowledge - c + EPSILON) for r, c in zip(recall, knowledge, strict=True)
+        (best_recall - r) / (max(best_knowledge - c, least) + EPSILON)
+        for r, c, least in zip(recall, knowledge, floors, strict=True)
     ]
     if cap is not None:
         scores = [min(score, cap) for score in scores]

@@ -130,9 +130,16 @@ class ScoreTable:
 
     def recall_errors(self) -> list[float] | None:
         """Standard errors of R by layer; None where one is unknown."""
-        errors = [score.standard_error for score in self.recall()]
-        known = [error for error in errors if error is not None]
-        return known if len(known) == len(errors) else None
+        return _errors(self.recall())
+
+    def knowledge_errors(self) -> list[float] | None:
+        """Standard errors of C by layer; None where one is unknown."""
+        return _errors(self.knowledge())
+
+
+def _errors(scores: Sequence[Score]) -> list[float] | None:
+    known = [score.standard_error for score in scores if score.standard_error is not None]
+    return known if len(known) == len(scores) else None
 
 
 def load_scores(path: Path | str) -> ScoreTable:
