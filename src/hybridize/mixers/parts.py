@@ -67,8 +67,8 @@ class OutputGate(OwnStart):
 
     def forward(self, o_BTHV: Tensor, x_BTE: Tensor) -> Tensor:
         gate = torch.sigmoid(nn.functional.linear(x_BTE.to(self.weight.dtype), self.weight))
-        factor = 2 if self.kind == "open" else 1
-        return o_BTHV * (factor * gate).to(o_BTHV.dtype).unflatten(-1, o_BTHV.shape[-2:])
+        gate = 2 * gate if self.kind == "open" else gate
+        return o_BTHV * gate.to(o_BTHV.dtype).unflatten(-1, o_BTHV.shape[-2:])
 
 
 class ShortConv(OwnStart):

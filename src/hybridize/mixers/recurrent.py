@@ -20,7 +20,7 @@ from hybridize.mixers.parts import OwnStart, ShortConv
 from hybridize.mixers.types import GroupShape, Mixer
 from hybridize.ops.sequences import Sequences
 from hybridize.ops.short_conv import ShortConvState
-from hybridize.ops.types import HYBRID, Ablation, State, compute_dtype
+from hybridize.ops.types import HYBRID, Ablation, State, compute_dtype, per_head
 from hybridize.spec import GroupSpec
 
 START_STD = 0.25
@@ -145,7 +145,7 @@ class RecurrentMixer(Mixer):
 
     def _expand(self, x_BTGD: Tensor) -> Tensor:
         """Every query head's own copy of its KV head (DESIGN D5)."""
-        return x_BTGD.repeat_interleave(self.shape.heads // self.shape.kv_heads, 2)
+        return per_head(x_BTGD, self.shape.heads, 2)
 
 
 class Control(OwnStart):

@@ -148,3 +148,9 @@ def check_qkv(q_BTHD: Tensor, k_BTGD: Tensor, v_BTGV: Tensor) -> None:
         raise ValueError(f"q has head dim {q_BTHD.shape[3]} and k has {k_BTGD.shape[3]}; they must agree")
     if q_BTHD.shape[2] % k_BTGD.shape[2]:
         raise ValueError(f"q has {q_BTHD.shape[2]} heads, not a multiple of k's {k_BTGD.shape[2]} heads")
+
+
+def per_head(x: Tensor, heads: int, dim: int) -> Tensor:
+    """Every query head's own copy of its KV head: dimension `dim` grows to `heads`, x itself where it has as many."""
+    times = heads // x.shape[dim]
+    return x if times == 1 else x.repeat_interleave(times, dim)

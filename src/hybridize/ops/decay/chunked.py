@@ -20,7 +20,7 @@ from hybridize.ops.decayed_pairs import from_start, pair_weights, to_end
 from hybridize.ops.grid import Grid, get_grid
 from hybridize.ops.sequences import Sequences
 from hybridize.ops.slabs import in_slabs
-from hybridize.ops.types import Result, compute_dtype
+from hybridize.ops.types import Result, compute_dtype, per_head
 from hybridize.ops.walk import walk
 
 CHUNK = 64
@@ -61,7 +61,7 @@ def _forward(
     grid = get_grid(sequences, CHUNK, None)
     # slots without a token hold zeros: their decay is exp(0), and neither their key nor their value adds anything
     q, k, v = (grid.lay_queries(x.flatten(0, 1)).to(dtype) for x in (q_BTHD, k_BTGD, v_BTGV))
-    k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
+    k, v = (per_head(x, heads, 1) for x in (k, v))
     state = state or DecayState.empty(len(sequences), heads, q.shape[-1], v.shape[-1], dtype, q.device)
     weigh = _fixed if log_decay.dim() == 1 else _given
     # the weights inside a chunk, and what is left: at each token of what entered the chunk, at its end of what a token wrote
@@ -104,7 +104,7 @@ def step(
     """One token a row."""
     dtype, heads = compute_dtype(q_B1HD), q_B1HD.shape[2]
     q, k, v = (x[:, 0].to(dtype) for x in (q_B1HD, k_B1GD, v_B1GV))
-    k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
+    k, v = (per_head(x, heads, 1) for x in (k, v))
     decay = log_decay.to(dtype).exp()
     decay = decay if decay.dim() == 1 else decay[:, 0]
     decay_HX = decay if decay.dim() == 3 else decay[..., None]  # with rows in front unless it is fixed

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridize.ops.types import compute_dtype
+from hybridize.ops.types import compute_dtype, per_head
 
 BLOCK = 16
 """Queries that share a reference point where channels decay apart: memory is BLOCK x BLOCK x D inside a block."""
@@ -18,7 +18,7 @@ def coefficients(q_BTHD: Tensor, k_BTGD: Tensor, log_decay: Tensor, rows: slice,
     """`A_BHQS = scale sum_d q_td k_sd exp(sum of log_decay over s+1 .. t)` for s <= t, else 0; differentiable."""
     dtype, heads = compute_dtype(q_BTHD), q_BTHD.shape[2]
     q_BHQD = q_BTHD[:, rows].to(dtype).transpose(1, 2) * scale
-    k_BHSD = k_BTGD.to(dtype).transpose(1, 2).repeat_interleave(heads // k_BTGD.shape[2], 1)
+    k_BHSD = per_head(k_BTGD.to(dtype).transpose(1, 2), heads, 1)
     s = torch.arange(q_BTHD.shape[1], device=q_BTHD.device)
     t = s[rows]
     if log_decay.dim() == 4:

@@ -15,7 +15,7 @@ from torch import Tensor
 from hybridize.ops import kernels
 from hybridize.ops.decay.state import DecayState
 from hybridize.ops.sequences import Sequences
-from hybridize.ops.types import Result
+from hybridize.ops.types import Result, per_head
 
 
 @cache
@@ -44,7 +44,7 @@ def forward(
     assert found is not None  # `kernels.select` asked
     of_heads, of_channels = found
     heads, dtype = q_BTHD.shape[2], v_BTGV.dtype
-    k, v = (x.to(dtype).repeat_interleave(heads // x.shape[2], 2) for x in (k_BTGD, v_BTGV))
+    k, v = (per_head(x.to(dtype), heads, 2) for x in (k_BTGD, v_BTGV))
     q, log = q_BTHD.to(dtype), log_decay.float()
     if torch.is_grad_enabled():
         if log.dim() == 1 and log.requires_grad:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hybridize.ops.decay.state import DecayState
 from hybridize.ops.sequences import Sequences
-from hybridize.ops.types import Result, compute_dtype
+from hybridize.ops.types import Result, compute_dtype, per_head
 
 
 def forward(
@@ -22,7 +22,7 @@ def forward(
 ) -> Result:
     dtype, heads = compute_dtype(q_BTHD), q_BTHD.shape[2]
     q, k, v = (x.flatten(0, 1).to(dtype) for x in (q_BTHD, k_BTGD, v_BTGV))
-    k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
+    k, v = (per_head(x, heads, 1) for x in (k, v))
     decay = log_decay.to(dtype).exp()
     decay_PHX = decay.expand(len(q), -1) if decay.dim() == 1 else decay.flatten(0, 1)
     decay_PHX = decay_PHX if decay_PHX.dim() == 3 else decay_PHX[..., None]  # X: 1 or D

@@ -20,7 +20,7 @@ from hybridize.ops.delta.state import DeltaState
 from hybridize.ops.grid import Grid, get_grid
 from hybridize.ops.sequences import Sequences
 from hybridize.ops.slabs import in_slabs
-from hybridize.ops.types import Result, compute_dtype
+from hybridize.ops.types import Result, compute_dtype, per_head
 
 CHUNK = 64
 
@@ -55,7 +55,7 @@ def _forward(
     grid = get_grid(sequences, CHUNK, None)
     maps = chunk_maps(grid, q_BTHD, k_BTGD, g, beta_BTH, scale)
     v = grid.lay_keys(v_BTGV.flatten(0, 1)).to(dtype)
-    v_MHCV = v.repeat_interleave(heads // v.shape[1], 1)
+    v_MHCV = per_head(v, heads, 1)
     state = state or DeltaState.empty(len(sequences), heads, q_BTHD.shape[3], v.shape[-1], dtype, v.device)
     o, S = attend(grid, maps, v_MHCV, state.S_NHDV.to(dtype))
     o = grid.gather(o).to(v_BTGV.dtype).unflatten(0, q_BTHD.shape[:2])
@@ -75,7 +75,7 @@ def chunk_maps(
         return grid.lay_queries(x_BTHD.flatten(0, 1)).to(dtype)
 
     q, g, beta = scale * lay(q_BTHD), lay(g), lay(beta_BTH[..., None])
-    k = lay(k_BTGD).repeat_interleave(heads // k_BTGD.shape[2], 1)
+    k = per_head(lay(k_BTGD), heads, 1)
     ((A_qk, A_kk),) = pair_weights(torch.stack([q, k]), k[None], g).unbind(1)
     # (1 + tril(beta A_kk, -1)) u = beta (v - (k exp G) S)
     solved = torch.linalg.solve_triangular(
@@ -102,7 +102,7 @@ def step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: DeltaS
     """q `[B, 1, H, D]`, k `[B, 1, G, D]`, v `[B, 1, G, V]`, g `[B, 1, H]` or `[B, 1, H, D]`, beta `[B, 1, H]`."""
     dtype, heads = compute_dtype(q), q.shape[2]
     q_BHD, g, beta_BH = (x[:, 0].to(dtype) for x in (q, g, beta))
-    k_BHD, v_BHV = (x[:, 0].to(dtype).repeat_interleave(heads // x.shape[2], 1) for x in (k, v))
+    k_BHD, v_BHV = (per_head(x[:, 0].to(dtype), heads, 1) for x in (k, v))
     decay = g.exp() if g.dim() == 3 else g.exp()[..., None]
     S = decay[..., None] * state.S_NHDV
     held_BHV = (k_BHD[..., None, :] @ S).squeeze(-2)

@@ -10,7 +10,7 @@ from torch import Tensor
 from hybridize.ops import kernels
 from hybridize.ops.delta.state import DeltaState
 from hybridize.ops.sequences import Sequences
-from hybridize.ops.types import Result
+from hybridize.ops.types import Result, per_head
 
 
 @cache
@@ -39,7 +39,7 @@ def forward(
     found = load()
     assert found is not None  # `kernels.select` asked
     heads, dtype = q_BTHD.shape[2], v_BTGV.dtype
-    k, v = (x.to(dtype).repeat_interleave(heads // x.shape[2], 2) for x in (k_BTGD, v_BTGV))
+    k, v = (per_head(x.to(dtype), heads, 2) for x in (k_BTGD, v_BTGV))
     tensors = (q_BTHD.to(dtype), k, v, g.float(), beta_BTH.float())
     start = state.S_NHDV if state is not None else None
     if g.dim() == 3 and kernels.trains(*tensors, start) and kernels.scalar_backward_refused(v.device):

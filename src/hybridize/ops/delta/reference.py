@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hybridize.ops.delta.state import DeltaState
 from hybridize.ops.sequences import Sequences
-from hybridize.ops.types import Result, compute_dtype
+from hybridize.ops.types import Result, compute_dtype, per_head
 
 
 def forward(
@@ -23,7 +23,7 @@ def forward(
 ) -> Result:
     dtype, heads = compute_dtype(q_BTHD), q_BTHD.shape[2]
     q, k, v, g, beta = (x.flatten(0, 1).to(dtype) for x in (q_BTHD, k_BTGD, v_BTGV, g, beta_BTH))
-    k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
+    k, v = (per_head(x, heads, 1) for x in (k, v))
     decay = g.exp() if g.dim() == 3 else g.exp()[..., None]  # [P, H, D] or [P, H, 1]
     state = state or DeltaState.empty(len(sequences), heads, q.shape[-1], v.shape[-1], dtype, q.device)
     outputs, states = [v.new_zeros(0, heads, v.shape[-1])], []

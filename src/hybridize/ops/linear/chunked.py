@@ -12,7 +12,7 @@ from hybridize.ops.linear.state import LinearState, empty_linear
 from hybridize.ops.sequences import Sequences
 from hybridize.ops.slabs import in_slabs
 from hybridize.ops.terms import far_terms, fold
-from hybridize.ops.types import Result, compute_dtype, guarded
+from hybridize.ops.types import Result, compute_dtype, guarded, per_head
 
 CHUNK = 64
 
@@ -59,7 +59,7 @@ def step(q: Tensor, k: Tensor, v: Tensor, map_q: FeatureMap, map_k: FeatureMap, 
     """q `[B, 1, H, D]`, k `[B, 1, G, D]`, v `[B, 1, G, V]`."""
     phi_q, phi_k = map_q(q[:, 0]), map_k(k[:, 0])
     keys, heads = phi_k.shape[1], phi_q.shape[1]
-    v_BJV = v[:, 0].to(phi_k.dtype).repeat_interleave(keys // v.shape[2], 1)
+    v_BJV = per_head(v[:, 0].to(phi_k.dtype), keys, 1)
     S = state.S_NJFV + phi_k[..., None] * v_BJV[:, :, None]
     z = state.z_NJF + phi_k
     phi_q_BJXF = phi_q.unflatten(1, (keys, heads // keys))

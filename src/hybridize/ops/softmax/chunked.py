@@ -23,7 +23,7 @@ from hybridize.ops.ring import RingState, advance_ring
 from hybridize.ops.sequences import Sequences
 from hybridize.ops.softmax.state import KVState, append
 from hybridize.ops.terms import near_terms
-from hybridize.ops.types import EPSILON, Result, capped, compute_dtype, guarded
+from hybridize.ops.types import EPSILON, Result, capped, compute_dtype, guarded, per_head
 from hybridize.windows import Window
 
 TILE = 256
@@ -187,8 +187,7 @@ def _fused(q_NTHD: Tensor, k_NSGD: Tensor, v_NSGV: Tensor, scale: float, **maski
     q_NTHD, k_NSGD = q_NTHD.to(v_NSGV.dtype), k_NSGD.to(v_NSGV.dtype)
     grouped = q_NTHD.shape[2] != k_NSGD.shape[2]
     if grouped and q_NTHD.is_cuda:
-        repeat = q_NTHD.shape[2] // k_NSGD.shape[2]
-        k_NSGD, v_NSGV = k_NSGD.repeat_interleave(repeat, 2), v_NSGV.repeat_interleave(repeat, 2)
+        k_NSGD, v_NSGV = (per_head(x, q_NTHD.shape[2], 2) for x in (k_NSGD, v_NSGV))
         grouped = False
     with sdpa_kernel(KERNELS):
         o = scaled_dot_product_attention(

@@ -18,7 +18,7 @@ from hybridize.ops.ring import RingState, advance_ring
 from hybridize.ops.sequences import Sequences
 from hybridize.ops.slabs import in_slabs
 from hybridize.ops.terms import Terms, far_terms, fold, near_terms
-from hybridize.ops.types import Result, capped, compute_dtype
+from hybridize.ops.types import Result, capped, compute_dtype, per_head
 from hybridize.ops.windowed_linear.definition import Definition
 from hybridize.ops.windowed_linear.mix import Branches, combine, far_share
 from hybridize.ops.windowed_linear.state import WindowedLinearState
@@ -126,7 +126,7 @@ def _with_sinks(
 def _sums(map_k: FeatureMap, k_NRGD: Tensor, v_NRGV: Tensor, mask_NR: Tensor) -> tuple[Tensor, Tensor]:
     """(sum phi(k) v^T, sum phi(k)) over the masked slots of each row: `[N, J, F, V]`, `[N, J, F]`."""
     phi_NRJF = map_k(k_NRGD) * mask_NR[..., None, None]
-    v_NRJV = v_NRGV.to(phi_NRJF.dtype).repeat_interleave(phi_NRJF.shape[2] // v_NRGV.shape[2], 2)
+    v_NRJV = per_head(v_NRGV.to(phi_NRJF.dtype), phi_NRJF.shape[2], 2)
     return torch.einsum("nrjf,nrjv->njfv", phi_NRJF, v_NRJV), phi_NRJF.sum(1)
 
 
