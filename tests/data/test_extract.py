@@ -1,6 +1,7 @@
 """Documentation strings and bare code from parsed source."""
 
 import ast
+from types import SimpleNamespace
 
 from hybridize.data import corpora
 from hybridize.data.extract import code, docstrings
@@ -97,9 +98,13 @@ def test_corpus_is_deduplicated_cached_and_repaired(tmp_path, monkeypatch, cache
     assert not list((cache / "corpora").glob(".*")), "no temporary file stays"
 
 
-def test_installed_packages_are_found_without_this_one():
+def test_installed_packages_are_found_without_this_one_and_the_benchmarks(monkeypatch):
     groups = {file.group for file in corpora._package_files()}
-    assert {"torch", "pydantic"} <= groups and "hybridize" not in groups
+    assert {"torch", "pydantic"} <= groups and not groups & {"hybridize", "lm_eval"}
+    for name in ("lm_eval", "lm-eval", "LM_Eval"):  # as wheels of different ages write it
+        named = SimpleNamespace(metadata={"Name": name})
+        monkeypatch.setattr(corpora.importlib.metadata, "distributions", lambda named=named: [named])
+        assert corpora._distributions() == {}
     library = corpora._library_files()
     assert {"std:json", "std:email"} <= {file.group for file in library}
     assert not any("site-packages" in file.path.parts for file in library)
