@@ -6,10 +6,10 @@
 
 Every model is an ordinary run of `hybridize convert` with the shipped recipe `halo-smollm2-135m` (the rule, the seed or the positions
 changed), followed by `hybridize eval`: perplexity on two held-out texts, passkeys, and RULER's single needles (NIAH, the mean of
-single-1 to 3) at lengths up to far beyond the training length. All steps of the recipe are distilled from the teacher, so the equally
-tuned teacher is the teacher (its own distributions teach it nothing); it is measured as it is and, beyond its 8,192 positions, under YaRN
+single-1 to 3) at lengths up to far beyond the training length. All steps of the recipe (but of `ce`) are distilled from the teacher, so the
+equally tuned teacher is the teacher (its own distributions teach it nothing); it is measured as it is and, beyond its 8,192 positions, under YaRN
 and with a declared NTK base. An interrupted study continues, and calls for different runs add up. benchmarks/results/halo-smollm2-135m.json keeps the figures, the
-chosen layers and the single-layer scores, each with the commit that it was made at.
+chosen layers and the single-layer scores, each run with its commit, command and machine.
 """
 
 from __future__ import annotations
@@ -99,6 +99,27 @@ def plain(evaluation: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
+def made_at(out: Path, name: str, commit: str) -> str:
+    """The commit at which a run was begun: a later call only continues it."""
+    path = out / f"{name}.commit"
+    if not path.is_file():
+        path.write_text(commit)
+    return path.read_text()
+
+
+def stored(path: Path, changes: list[str]) -> dict[str, Any]:
+    """The results of former calls. Raises ValueError where they were made with other overrides."""
+    head = {"benchmark": "benchmarks/halo_study.py", "model": MODEL, "recipe": RECIPE, "set": changes}
+    if not path.is_file():
+        return {**head, "jobs": {}}
+    before = json.loads(path.read_text())
+    if before.get("set") != changes or "jobs" not in before:
+        raise ValueError(
+            f"{path} holds results of --set {before.get('set')}, this call has {changes}; name another folder by --results"
+        )
+    return {**before, **head}
+
+
 def selection(folder: Path) -> dict[str, Any]:
     paths = sorted(folder.glob("steps/*-select/selection.json"))
     return json.loads(paths[-1].read_text()) if paths else {}
@@ -132,6 +153,15 @@ def main() -> None:
         for job in jobs(options.seeds, [*asked, *options.set])
         if (job.name in options.only if options.only else job.name.partition("-")[0] in SHOWN)
     ]
+    if unknown := {*(options.only or ())} - {job.name for job in chosen} - {"teacher"}:
+        parser.error(f"--only names no such runs: {', '.join(sorted(unknown))} (seeds: {options.seeds})")
+    path = options.results / "halo-smollm2-135m.json"
+    try:
+        kept = stored(path, options.set)
+    except ValueError as error:
+        parser.error(str(error))
+    for job in chosen:
+        made_at(options.out, job.name, options.commit)
     places = Places(options.jobs, options.devices)
     text = ["--tasks", "perplexity", "--samples", str(options.rows), "--dtype", "bfloat16"]
     keys = [
@@ -185,20 +215,19 @@ def main() -> None:
         if not options.only or "teacher" in options.only:
             waiting.append(pool.submit(teacher))
         results = dict(future.result() for future in waiting)
-    results = {name: {"commit": options.commit, **result} for name, result in results.items()}
-    record = {
-        "command": f"python benchmarks/halo_study.py --jobs {options.jobs} --devices {options.devices} "
-        + " ".join(f"--set {change}" for change in options.set),
-        "model": MODEL,
-        "recipe": RECIPE,
-        "machine": machine(),
-        "devices": options.devices,
-        "jobs": results,
+    own = {"machine": machine(), "jobs": options.jobs, "devices": options.devices}
+    results = {
+        name: {"commit": made_at(options.out, name, options.commit), **own, **result}
+        for name, result in results.items()
     }
-    options.results.mkdir(parents=True, exist_ok=True)
-    path = options.results / "halo-smollm2-135m.json"
-    if path.is_file():
-        record["jobs"] = {**json.loads(path.read_text())["jobs"], **results}  # of calls with other names
+    before = kept["jobs"]
+    lost = {
+        name for name, result in results.items() if result["exit"] and before.get(name, {}).get("exit") == 0
+    }
+    for name in lost:
+        print(f"{name} failed; its former figures stay")
+    record = {**kept, "jobs": {**before, **{name: results[name] for name in results if name not in lost}}}
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(rounded(record)) + "\n")
     for name, result in results.items():
         print(

@@ -67,12 +67,12 @@ def convert(
     changes: dict[str, Any] | list[str] = (
         list(overrides or []) if not isinstance(overrides, Mapping) else dict(overrides)
     )
-    data = str(data) if isinstance(data, Path) else data
     if data is not None:
+        source = _source(data)
         if isinstance(changes, list):
-            changes.append(f"data.source={_written(data)}")
+            changes.append(f"data.source={json.dumps(source, ensure_ascii=False)}")
         else:
-            changes["data.source"] = yaml.safe_load(_written(data))
+            changes["data.source"] = source
     if isinstance(recipe, Recipe):
         if changes:
             raise ValueError(
@@ -87,11 +87,18 @@ def convert(
     return run
 
 
-def _written(data: str | Sequence[str]) -> str:
-    """Texts as YAML: a name may hold what means something there, such as `notes: [1].txt`; `[a, b]` is a list but where it exists."""
-    if isinstance(data, str) and data[:1] == "[" and data[-1:] == "]" and not Path(data).exists():
-        return data
-    return json.dumps(data if isinstance(data, str) else list(data), ensure_ascii=False)
+def _source(data: str | Path | Sequence[str]) -> str | list[str]:
+    """A text or a list of them; `[a, b]` in one string is a list, as on the command line, unless there is a file of that name."""
+    if not isinstance(data, str | Path):
+        return list(data)
+    name = str(data)
+    if not (name[:1] == "[" and name[-1:] == "]") or Path(name).exists():
+        return name
+    try:
+        listed = yaml.safe_load(name)
+    except yaml.YAMLError as error:
+        raise ValueError(f"data is {name!r}, which is no list of texts; write [one, other]") from error
+    return listed if isinstance(listed, list) else name
 
 
 def load(
@@ -322,11 +329,8 @@ def evaluate(
         essays=essays,
         chat=chat,
         batch_tokens=batch_tokens,
+        records=records,
     )
-    if records is not None and not ruler:
-        raise ValueError(
-            "records keeps RULER's answers, and none is asked; name some (ruler: niah) or leave it out"
-        )
     edits = {"window": window, "mix": mix, "logit_scale": logit_scale}
     model, tokenizer = load(run_or_model, device=device, dtype=dtype, **edits)  # type: ignore[arg-type]
     hybrid = model if isinstance(model, HybridForCausalLM) else None
@@ -363,9 +367,7 @@ def evaluate(
             values["effective_spec"] = hybrid.effective_spec["override"]
             split_at = first_far_position(hybrid.spec.groups)
         folder = Path(run_or_model) / "ruler" if hybrid is not None else None
-        values |= questions.ask(
-            model, tokenizer, split_at=split_at, records=Path(records) if records else folder, say=say
-        )
+        values |= questions.ask(model, tokenizer, split_at=split_at, folder=folder, say=say)
         return Evaluation(values)
 
 

@@ -35,6 +35,8 @@ BATCH = 4
 DOCUMENTS = 2000
 """Held-out documents that tasks are made from, at most."""
 QUICK_ROWS, QUICK_LENGTH = 3, 512
+ALWAYS = "code"
+"""The text that is measured beside a run's own."""
 
 
 def diagnose(
@@ -101,7 +103,9 @@ def diagnose(
         plan = replace(plan, harness=tuple(harness), include_path=folder_of_tasks, limit=limit)
     rows = rows or (QUICK_ROWS if quick else 64 if gpu else 8)
     length = length or (QUICK_LENGTH if quick else 1024)
-    specs, parts = _texts(names[0], texts, length, quick)
+    specs = _texts(names[0], texts, length)
+    own = specs.keys() - {ALWAYS}
+    optional = own if len(own) > 1 and not texts else set()
     entries = []
     with status(progress) as say:
         for name in names:
@@ -110,7 +114,17 @@ def diagnose(
                 subject.notes.append(note)
             if quick:
                 subject.tuned = None
-            batches = held_out_texts(specs, tokenizer, rows, BATCH, say, parts=parts)
+            batches, left_out = held_out_texts(
+                specs,
+                tokenizer,
+                rows,
+                BATCH,
+                say,
+                optional=optional,
+                count=1 if quick and not texts else None,
+            )
+            subject.notes += left_out
+            specs, optional = {text: specs[text] for text in batches}, set()  # the same for every run
             documents = (
                 list(islice(plain_texts(specs[next(iter(batches))], "test"), DOCUMENTS)) if plan.tasks else []
             )
@@ -136,22 +150,17 @@ def _default_folder(names: Sequence[str | Path]) -> Path:
     return first / "diagnosis" if len(names) == 1 and first.is_dir() else Path("runs") / "diagnosis"
 
 
-def _texts(
-    first: str | Path, texts: Sequence[str] | None, length: int, quick: bool
-) -> tuple[dict[str, DataSpec], tuple[str, ...]]:
-    """Held-out texts by name, those asked for, else the first run's own and `code`; and which of them a run joins."""
+def _texts(first: str | Path, texts: Sequence[str] | None, length: int) -> dict[str, DataSpec]:
+    """Held-out texts by name: those asked for, else the first run's own and `code`."""
     if texts:
-        return {text: DataSpec(source=text, length=length) for text in texts}, ()
+        return {text: DataSpec(source=text, length=length) for text in texts}
     own = DataSpec(length=length)
     recipe = Path(first) / "recipe.yaml"
     if recipe.is_file():
         own = load_recipe(recipe).data.model_copy(update={"length": length})
     specs = own.by_source()
-    if quick:
-        return dict([*specs.items()][:1]), ()
-    parts = tuple(specs) if len(specs) > 1 else ()
-    specs.setdefault("code", DataSpec(source="code", length=length))
-    return specs, parts
+    specs.setdefault(ALWAYS, DataSpec(source=ALWAYS, length=length))
+    return specs
 
 
 def _subject(

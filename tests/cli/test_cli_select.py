@@ -98,9 +98,9 @@ def test_what_is_written_can_be_ranked_again(cli, scores, tmp_path):
         (["--cap", "nan"], "cap is nan; it must be positive"),
         (["--cap", "inf"], "cap is inf; it must be positive"),
         (["--rule", "jet", "--cap", "50"], "cap is 50.0 under the rule 'jet'; only 'halo' takes one"),
-        (["--floor", "-1"], "floor is -1.0; it needs numbers of 0 or more"),
-        (["--floor", "noise"], "floor is 'noise'; give a number of 0 or more, or standard_error"),
-        (["--floor", "standard_error"], "the scores hold none for knowledge"),
+        (["--floor", "-1"], "floor is -1.0; give a number in [0, 1], or standard_error"),
+        (["--floor", "noise"], "floor is 'noise'; give a number in [0, 1], or standard_error"),
+        (["--floor", "standard_error"], "not every layer's knowledge has one"),
         (["--rule", "jet", "--floor", "0.1"], "floor is 0.1 under the rule 'jet'; only 'halo' takes one"),
         (["--rule", "kl"], "scores has no loss for layer 0"),
         (["--rule", "tail", "--keep", "3"], "take the rule 'uniform'"),
@@ -153,6 +153,9 @@ def test_files_that_cannot_be_ranked_are_refused(refused, tmp_path, lines, said)
         ({"rule": "hallo"}, "did you mean 'halo'?"),
         ({"rule": "given"}, "give one: uniform or tail"),
         ({"cap": "x"}, "cap is x"),
+        ({"floor": True}, "floor is True"),
+        ({"floor": []}, "floor is []"),
+        ({"floor": {}}, "floor is {}"),
         ({"keep": None}, "keep is None"),
     ],
 )
@@ -229,6 +232,14 @@ def test_a_run_by_a_rule_that_measures_nothing(cli, refused, made):
         (["-o", "run", "--set", "select.keep=9"], "keep is 9; a number of layers must lie in 1..4"),
         (["-o", "run", "--set", "select.scores=nowhere"], "steps[1].select: scores is 'nowhere'; there is no such file"),
         (["-o", "run", "--set", "select.cap=-1"], "steps[1].select.cap: should be greater than 0"),
+        (["-o", "run", "--set", "select.cap=true"], "steps[1].select.cap: "),
+        *(
+            (
+                ["-o", "run", "--set", f"select.floor={floor}"],
+                f"steps[1].select.floor: {shown} is neither a number in [0, 1] nor standard_error",
+            )
+            for floor, shown in (("-1", "-1"), ("5", "5"), ("true", "True"), ("[]", "[]"), ("noise", "'noise'"))
+        ),
         (
             ["-o", "run", "--set", "select.scores=null", "--set", "select.recall={tasks: [passkey]}"],
             "steps[1].select.recall: tasks contains 'passkey'; allowed are",

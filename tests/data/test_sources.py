@@ -228,7 +228,7 @@ def test_copies_are_found_by_their_lines():
     assert not originals.has_copy("\n".join(lines[:4])), "too few lines to tell"
 
 
-def test_a_part_without_a_full_row_of_its_own_is_left_out(tmp_path, tokenizer, caplog):
+def test_a_text_without_a_full_row_is_left_out_where_it_may(tmp_path, tokenizer, caplog):
     def spec(name: str, documents: int) -> DataSpec:
         lines = (
             json.dumps({"text": f"Document {i} of {name} says what it says. " * 4}) for i in range(documents)
@@ -239,14 +239,19 @@ def test_a_part_without_a_full_row_of_its_own_is_left_out(tmp_path, tokenizer, c
     specs = {
         "long": spec("long.jsonl", 400),
         "short": spec("short.jsonl", 8),
+        "one": spec("one.jsonl", 1),  # all of it is trained on
         "other": spec("other.jsonl", 400),
     }
-    found = batching.held_out_texts(specs, tokenizer, 2, 2, parts=("long", "short"))
+    found, notes = batching.held_out_texts(specs, tokenizer, 2, 2, optional=("long", "short", "one"))
     assert list(found) == ["long", "other"] and found["long"][0].input_ids_BT.shape == (2, 64)
-    assert "which is no full row" in caplog.text and "nothing is measured on it" in caplog.text
-    for parts in ((), ("long", "other"), ("short",)):  # asked for by name, or the only part
-        with pytest.raises(ValueError, match="which is no full row"):
-            batching.held_out_texts(specs, tokenizer, 2, 2, parts=parts)
+    assert "which is no full row" in notes[0] and "has no test text" in notes[1]
+    assert all(note in caplog.text for note in notes)
+    few = {name: specs[name] for name in ("short", "long", "other")}
+    assert list(batching.held_out_texts(few, tokenizer, 2, 2, optional=("short",), count=1)[0]) == ["long"]
+    with pytest.raises(ValueError, match="which is no full row"):
+        batching.held_out_texts(specs, tokenizer, 2, 2, optional=("one",))
+    with pytest.raises(ValueError, match="which is no full row"):
+        batching.held_out_texts({"short": specs["short"]}, tokenizer, 2, 2, optional=("short",))
 
 
 def test_a_missing_file_among_several_is_found_before_any_is_loaded(tmp_path, monkeypatch):

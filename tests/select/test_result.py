@@ -44,7 +44,7 @@ def test_a_floor_of_standard_errors(tmp_path):
     numbers = [
         LayerScores(i, Score(r), Score(c)) for i, (r, c) in enumerate(zip(RECALL, KNOWLEDGE, strict=True))
     ]
-    with pytest.raises(ValueError, match="the scores hold none for knowledge"):
+    with pytest.raises(ValueError, match="not every layer's knowledge has one"):
         choose("halo", 8, scores=ScoreTable.of(numbers), floor="standard_error")
     with pytest.raises(ValueError, match="floor is 'noise'; give a number"):
         choose("halo", 8, scores=table(), floor="noise")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
 from fractions import Fraction
 
 import pytest
@@ -52,7 +53,18 @@ def test_a_floor_is_the_least_loss_of_knowledge():
     by_layer = rules.halo(recall, knowledge, floor=[0.0, 0.02, 0.02, 0.02])
     assert by_layer.scores[0] == pytest.approx(0.05 / EPSILON) and by_layer.scores[1:] == found.scores[1:]
     assert rules.halo(recall, knowledge, floor=0) == rules.halo(recall, knowledge)
-    for floor in (-0.1, float("nan"), [0.1], [0.1, 0.1, 0.1, -1.0]):
+    for floor in (
+        -0.1,
+        5,
+        True,
+        "x",
+        Decimal("0.1"),
+        float("nan"),
+        [],
+        [0.1],
+        ["a"] * 4,
+        [0.1, 0.1, 0.1, -1.0],
+    ):
         with pytest.raises(ValueError, match="floor is"):
             rules.halo(recall, knowledge, floor=floor)
 

@@ -43,6 +43,7 @@ class Milestones:
         self.entries: list[dict[str, Any]] = read_json(self.path) or []
         self.asked = self.plan.model_dump(mode="json", exclude={"control"}) if self.plan is not None else None
         self._texts: dict[str, list[Batch]] | None = None
+        self._left_out: list[str] = []
 
     def measured(self, name: str) -> bool:
         """Whether there is nothing left to measure under `name`: the recipe's evaluation, as it is now, has been done."""
@@ -75,6 +76,7 @@ class Milestones:
             **suite.to_dict(),
             "state_bytes": {length: state_bytes(spec, shapes, length, width) for length in STATE_LENGTHS},
             "generations": dict(zip(self.plan.prompts, continued, strict=True)),
+            "left_out": self._left_out,
         }
         self._add(entry)
 
@@ -100,10 +102,12 @@ class Milestones:
         if self._texts is None:
             own = self.recipe.data
             specs = own.by_source()
-            parts = specs.keys() - {*self.plan.texts} if len(specs) > 1 else set()
+            joined = specs.keys() - {*self.plan.texts} if len(specs) > 1 else set()
             for source in self.plan.texts:
                 specs.setdefault(source, DataSpec(source=source, length=own.length))
-            self._texts = held_out_texts(specs, self.tokenizer, self.plan.rows, BATCH, say, parts=parts)
+            self._texts, self._left_out = held_out_texts(
+                specs, self.tokenizer, self.plan.rows, BATCH, say, optional=joined
+            )
         return self._texts
 
     def write_results(self, recipe: Recipe, identity: dict[str, Any], notes: list[str]) -> None:
@@ -124,6 +128,7 @@ class Milestones:
             for index, step in enumerate(recipe.steps)
             if isinstance(step, TrainingStep)
         }
+        left_out = dict.fromkeys(note for entry in entries for note in entry.get("left_out", ()))
         results: dict[str, Any] = {
             "version": 1,
             "title": f"{identity['model']['name']} by {recipe.name}",
@@ -145,7 +150,7 @@ class Milestones:
                 }
                 for name, outcome in done.items()
             ],
-            "notes": [*notes, *_selections(recipe, outcomes)],
+            "notes": [*notes, *left_out, *_selections(recipe, outcomes)],
             "versions": versions(),
             "fingerprints": {
                 "model": identity["model"]["fingerprint"],

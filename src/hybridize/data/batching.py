@@ -104,27 +104,31 @@ def held_out_texts(
     batch_size: int,
     progress: Progress | None = None,
     *,
-    parts: Collection[str] = (),
-) -> dict[str, list[Batch]]:
-    """`held_out_batches` of each text, by its name.
+    optional: Collection[str] = (),
+    count: int | None = None,
+) -> tuple[dict[str, list[Batch]], list[str]]:
+    """`held_out_batches` of texts by their names, the first `count` of them; and notes on those that were left out.
 
-    `parts` are names of texts that a run joins: one whose own test split holds no full row is left out with a warning,
-    as long as another part has one. Raises ValueError as `held_out_batches`.
+    Left out are the `optional` ones whose test split holds no full row, such as a short text that a run joins with longer ones.
+    Raises ValueError as `held_out_batches` for the others, and where no text would remain.
     """
     found: dict[str, list[Batch]] = {}
     missing: list[TooLittleText] = []
     for name, spec in specs.items():
+        if len(found) == count:
+            break
         try:
             found[name] = held_out_batches(spec, tokenizer, rows, batch_size, progress)
         except TooLittleText as error:
-            if name not in parts:
+            if name not in optional:
                 raise
             missing.append(error)
-    if missing and not any(name in parts for name in found):
+    if missing and not found:
         raise missing[0]
-    for reason in missing:
-        log.warning("%s; nothing is measured on it", reason)
-    return found
+    notes = [f"nothing is measured on one of the run's texts: {error}" for error in missing]
+    for note in notes:
+        log.warning("%s", note)
+    return found, notes
 
 
 def first_rows(batches: Iterable[Batch], rows: int) -> list[Batch]:

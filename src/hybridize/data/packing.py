@@ -51,7 +51,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 class TooLittleText(ValueError):
-    """A split without one full row."""
+    """A split without text, or without one full row."""
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ def _refuse_empty(spec: DataSpec, divided: list[dict[Split, list[Document]]], sp
     if len(empty) < len(divided) and not (empty and split == "train"):
         return
     count = sum(len(documents) for parts in empty.values() for documents in parts.values())
-    raise ValueError(
+    raise TooLittleText(
         f"data source {' + '.join(empty)!r} has no {split} text: {count} documents, all in other splits; "
         f"give it more documents, a larger share ({split}: ...), or a file named {split}*"
     )

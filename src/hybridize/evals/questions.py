@@ -45,6 +45,7 @@ class Questions:
     essays: str | Path | None = None
     chat: bool = False
     batch_tokens: int | None = None
+    records: str | Path | None = None
 
     def __post_init__(self) -> None:
         if not self.tasks and not self.ruler:
@@ -52,12 +53,15 @@ class Questions:
         for name in self.harness:
             if close := difflib.get_close_matches(name, TASKS, n=1, cutoff=0.75):
                 raise ValueError(f"tasks contains {name!r}; did you mean {close[0]!r}?")
-        for name, value in (
-            ("essays", self.essays),
-            ("chat", self.chat),
-            ("batch_tokens", self.batch_tokens),
-        ):
-            if value and not self.ruler:
+        of_ruler = {
+            "ruler_scorer": self.ruler_scorer != "nvidia",
+            "essays": self.essays is not None,
+            "chat": self.chat,
+            "batch_tokens": self.batch_tokens is not None,
+            "records": self.records is not None,
+        }
+        for name, given in of_ruler.items():
+            if given and not self.ruler:
                 raise ValueError(
                     f"{name} is of RULER's tasks, and none is asked; name some (ruler: niah) or leave it out"
                 )
@@ -82,11 +86,12 @@ class Questions:
         return check_ruler(self.ruler, self.lengths, self.ruler_scorer, self.essays) if self.ruler else None
 
     def ask(
-        self, model: Any, tokenizer: Any, *, split_at: int | None, records: Path | None, say: Say
+        self, model: Any, tokenizer: Any, *, split_at: int | None, folder: Path | None, say: Say
     ) -> dict[str, Any]:
         """The measurements as plain values.
 
-        `split_at` is the first position with a far key (see `perplexity`), `records` RULER's folder (see `run_ruler`).
+        `split_at` is the first position with a far key (see `perplexity`), `folder` where RULER's answers are kept unless
+        `records` says otherwise (see `run_ruler`).
         """
         batches = {}
         at_once = max(1, min(BATCH, TOKENS_AT_ONCE // max(self.lengths)))
@@ -120,6 +125,7 @@ class Questions:
             )
             values["lm_eval"] = result.to_dict()
         if self.ruler:
+            records = folder if self.records is None else Path(self.records)
             answers = run_ruler(
                 model,
                 tokenizer,

@@ -151,6 +151,6 @@ def check_qkv(q_BTHD: Tensor, k_BTGD: Tensor, v_BTGV: Tensor) -> None:
 
 
 def per_head(x: Tensor, heads: int, dim: int) -> Tensor:
-    """Every query head's own copy of its KV head: dimension `dim` grows to `heads`, x itself where it has as many."""
+    """The KV head of every query head: dimension `dim` grows to `heads`. x itself, not a copy, where it has as many."""
     times = heads // x.shape[dim]
     return x if times == 1 else x.repeat_interleave(times, dim)

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, mo
 
 from hybridize.problems import nearest
 from hybridize.recipe.stages import DistillStep, FinetuneStep, LongContextStep, TransferStep
-from hybridize.select.rules import count_kept
+from hybridize.select.rules import STANDARD_ERROR, count_kept, is_share
 from hybridize.spec import Frozen, Normalizer
 from hybridize.windows import Window
 
@@ -23,6 +23,17 @@ def _parse_keep(value: Any) -> Any:
 
 
 Keep = Annotated[int | str, BeforeValidator(_parse_keep, json_schema_input_type=int | str)]
+
+
+def _parse_floor(value: Any) -> Any:
+    if value != STANDARD_ERROR and not is_share(value):
+        raise ValueError(f"{value!r} is neither a number in [0, 1] nor {STANDARD_ERROR}")
+    return value
+
+
+Floor = Annotated[
+    float | str, BeforeValidator(_parse_floor, json_schema_input_type=float | Literal["standard_error"])
+]
 
 
 class RecallProbe(Frozen):
@@ -81,8 +92,8 @@ class SelectStep(Frozen):
     rule: Literal["halo", "jet", "kl", "uniform", "tail", "given"] = "halo"
     keep: Keep = "1/4"
     layers: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(default=None, min_length=1)
-    cap: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    floor: Annotated[float, Field(ge=0, allow_inf_nan=False)] | Literal["standard_error"] | None = None
+    cap: float | None = Field(default=None, gt=0, allow_inf_nan=False, strict=True)
+    floor: Floor | None = None
     scores: str | None = None
     recall: RecallProbe = RecallProbe()
     knowledge: KnowledgeProbe = KnowledgeProbe()
@@ -113,7 +124,7 @@ class SelectStep(Frozen):
         if self.cap is not None and self.rule != "halo":
             raise ValueError(f"cap: bounds the ratio of rule: halo; {self.rule} has none")
         if self.floor is not None and self.rule != "halo":
-            raise ValueError(f"floor: of the loss of knowledge in rule: halo; {self.rule} has none")
+            raise ValueError(f"floor: bounds the loss of knowledge in rule: halo; {self.rule} has none")
         if self.distill is not None and self.distill.lora is not None:
             raise ValueError(
                 "distill: low-rank updates change the modules that the sweep puts back; leave lora out"

@@ -27,10 +27,9 @@ from typing import Any
 from hybridize.atomic import atomic_write
 from hybridize.problems import nearest
 from hybridize.select import rules
-from hybridize.select.rules import RULES, Keep, Ranking, count_kept
+from hybridize.select.rules import RULES, STANDARD_ERROR, Keep, Ranking, count_kept
 from hybridize.select.table import FORMAT, VERSION, ScoreTable, load_scores
 
-STANDARD_ERROR = "standard_error"
 Floor = float | str
 """What `halo` takes for a loss of knowledge at least: a number, or `standard_error`."""
 
@@ -137,14 +136,14 @@ def _table(scores: Any, rule: str) -> ScoreTable:
 
 
 def _floor(floor: Floor | None, table: ScoreTable) -> float | list[float]:
-    if not isinstance(floor, str):
-        return floor or 0.0
+    if floor is None or rules.is_share(floor):
+        return float(floor or 0)
     if floor != STANDARD_ERROR:
-        raise ValueError(f"floor is {floor!r}; give a number of 0 or more, or {STANDARD_ERROR}")
+        raise ValueError(f"floor is {floor!r}; give a number in [0, 1], or {STANDARD_ERROR}")
     errors = table.knowledge_errors()
-    if errors is None:
+    if errors is None or not all(map(rules.is_share, errors)):
         raise ValueError(
-            f"floor is {STANDARD_ERROR}, but the scores hold none for knowledge; give a number such as 0.01"
+            f"floor is {STANDARD_ERROR}, but not every layer's knowledge has one; give a number such as 0.01"
         )
     return errors
 

@@ -1,7 +1,8 @@
 """Which layers keep softmax, from numbers alone. Layers count from 0; ties go to the lower layer.
 
 halo     (max_j R_j - R_i) / (max_j C_j - C_i + 1e-6): what a layer's replacement costs in recall, against what it costs
-         in knowledge (arXiv 2601.22156, Eq. 8). R and C are the scores of the L models with one layer replaced.
+         in knowledge (arXiv 2601.22156, Eq. 8), which a `floor` can bound below. R and C are the scores of the L models with
+         one layer replaced.
 jet      R_teacher - R_i: the drop of recall alone.
 kl       the loss of an all-linear student after a short distillation with softmax in layer i alone; lowest first.
 uniform  layers ⌊(j+1) L / k⌋ - 1, j = 0 .. k-1: the last of each of k even blocks.
@@ -15,8 +16,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from numbers import Real
+from typing import Any
 
 EPSILON = 1e-6
+STANDARD_ERROR = "standard_error"
+"""The floor that is each layer's own error of C."""
 RULES = ("halo", "jet", "kl", "uniform", "tail", "given")
 
 Keep = str | int | float | Fraction
@@ -30,6 +35,11 @@ class Ranking:
     order: tuple[int, ...]
     scores: tuple[float, ...]
     kept: tuple[int, ...]
+
+
+def is_share(value: Any) -> bool:
+    """Whether a value is a number in [0, 1]; True and False are none."""
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 <= float(value) <= 1
 
 
 def count_kept(layers: int, keep: Keep) -> int:
@@ -84,11 +94,9 @@ def halo(
         raise ValueError(
             f"cap is {cap}; it must be positive (the published code takes 50), or None for no cap"
         )
-    floors = [floor] * len(recall) if isinstance(floor, int | float) else list(floor)
-    if len(floors) != len(recall) or not all(0 <= least < math.inf for least in floors):
-        raise ValueError(
-            f"floor is {floor}; it needs numbers of 0 or more, one for all layers or one a layer"
-        )
+    floors = list(floor) if isinstance(floor, Sequence) else [floor] * len(recall)
+    if len(floors) != len(recall) or not all(map(is_share, floors)):
+        raise ValueError(f"floor is {floor}; it needs numbers in [0, 1], one for all layers or one a layer")
     _check_spread(recall, recall_se)
     best_recall, best_knowledge = max(recall), max(knowledge)
     scores = [
