@@ -3,9 +3,9 @@
     python benchmarks/length_cost.py --device cuda --lengths 8192 32768 131072
 
 Qwen3-1.7B's shape by default: 28 layers, of which the student keeps 7 on softmax (those that the paper's Table 7 names) and
-computes Lightning in the others. One row. The teacher is transformers' own model with its own cache and SDPA attention.
-Prefill is the forward pass that fills the cache and gives the last token's logits; decode the median time of a token after
-it. cuDNN's attention, which plans anew for every length, is left out for both. Medians of `--repeats`; the caches' bytes are counted, not estimated.
+computes Lightning in the others. `--rows` texts at a time. The teacher is transformers' own model with its own cache and SDPA attention.
+Prefill is the forward pass that fills the cache and gives the last token's logits; decode the median time of a step after it,
+a token in every row. cuDNN's attention, which plans anew for every length, is left out for both. Medians of `--repeats`; the caches' bytes are counted, not estimated.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def nbytes(cache: Any) -> int:
 
 @torch.inference_mode()
 def measure(model: Any, length: int, options: argparse.Namespace) -> dict[str, float]:
-    ids = torch.randint(options.vocabulary, (1, length), device=options.device)
+    ids = torch.randint(options.vocabulary, (options.rows, length), device=options.device)
 
     def prefill() -> Any:
         return model(input_ids=ids, use_cache=True, logits_to_keep=1)
@@ -110,7 +110,7 @@ def measure(model: Any, length: int, options: argparse.Namespace) -> dict[str, f
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    lines = ["length   prefill s  teacher / student (speed-up)   decode ms a token (speed-up)   cache MiB"]
+    lines = ["length   prefill s  teacher / student (speed-up)   decode ms a step (speed-up)   cache MiB"]
     for entry in results:
         t, s = entry["teacher"], entry["student"]
         if "error" in t or "error" in s:
@@ -132,6 +132,7 @@ def main() -> None:
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768, 131072])
+    parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--heads", type=int, default=16)
@@ -164,7 +165,9 @@ def main() -> None:
         print(table([entry]), flush=True)
     record = {
         "commit": options.commit,
-        "command": "python benchmarks/length_cost.py --lengths " + " ".join(map(str, options.lengths)),
+        "command": f"python benchmarks/length_cost.py --rows {options.rows} --lengths "
+        + " ".join(map(str, options.lengths)),
+        "rows": options.rows,
         "machine": machine(),
         "shape": {
             key: getattr(config, key)
@@ -180,7 +183,8 @@ def main() -> None:
         "dtype": str(dtype).removeprefix("torch."),
         "results": results,
     }
-    path = options.out or ROOT / "benchmarks" / "results" / f"length_cost-{options.device}.json"
+    suffix = f"-{options.rows}-rows" if options.rows > 1 else ""
+    path = options.out or ROOT / "benchmarks" / "results" / f"length_cost-{options.device}{suffix}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")
     print(table(results), flush=True)

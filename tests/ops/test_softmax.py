@@ -13,6 +13,7 @@ from tests.ops.cases import W, inputs, lengths
 
 from hybridize.ops import softmax as op
 from hybridize.ops.sequences import Sequences
+from hybridize.ops.softmax import state as kv_state
 from hybridize.windows import Window
 
 WINDOWS = {
@@ -242,3 +243,93 @@ def test_a_window_far_larger_than_the_text_costs_no_more_than_the_text(kind, sin
         outputs.append(result.o)
         state = result.state
     torch.testing.assert_close(torch.cat(outputs, 1), whole, atol=1e-5, rtol=1e-5)
+
+
+def steps(q, k, v, state, start: int, mode=torch.no_grad):
+    """Token by token from `start`: outputs and the states after every token."""
+    outputs, states = [], []
+    for t in range(start, q.shape[1]):
+        one = slice(t, t + 1)
+        with mode():
+            result = op.step(q[:, one], k[:, one], v[:, one], None, state, scale=0.3)
+        state = result.state
+        outputs.append(result.o)
+        states.append(state)
+    return torch.cat(outputs, 1), states
+
+
+def decode_case(tokens: int = 40, rows: int = 2):
+    case = inputs(rows, tokens)
+    q, k, v = case.q, case.k, case.v
+    first = op.forward(q[:, :9], k[:, :9], v[:, :9], None, scale=0.3, return_state=True).state
+    whole = op.forward(q, k, v, None, scale=0.3).o
+    return (q, k, v), first, whole
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_decode_copies_keys_and_values_once_in_many_steps(mode, monkeypatch):
+    monkeypatch.setattr(kv_state, "ROOM", 12)
+    qkv, first, whole = decode_case()
+    with mode():
+        first = first.snapshot()
+    o, states = steps(*qkv, first, 9, mode=mode)
+    torch.testing.assert_close(o, whole[:, 9:])
+    places = {state.k_NSGD.untyped_storage().data_ptr() for state in states}
+    assert len(places) == (31 if mode is torch.enable_grad else 3)  # 31 tokens, room for 13 then 13 then 13
+    for t, state in enumerate(states, 10):  # the last token did not touch what earlier states show
+        torch.testing.assert_close(state.k_NSGD, qkv[1][:, :t], rtol=0, atol=0)
+        torch.testing.assert_close(state.v_NSGV, qkv[2][:, :t], rtol=0, atol=0)
+        assert state.nbytes == 2 * qkv[1][:, :t].numel() * 4 + state.lengths_N.numel() * 8
+
+
+def test_two_continuations_of_one_state_do_not_meet():
+    (q, k, v), first, whole = decode_case()
+    _, states = steps(q, k, v, first, 9)
+    middle = states[5]
+    torch.manual_seed(1)
+    others = [torch.randn_like(x) for x in (q, k, v)]
+    mixed = [torch.cat([x[:, :15], y[:, 15:]], 1) for x, y in zip((q, k, v), others, strict=True)]
+    o, _ = steps(*mixed, middle, 15)
+    torch.testing.assert_close(o, op.forward(*mixed, None, scale=0.3).o[:, 15:])
+    again, _ = steps(q, k, v, middle, 15)
+    torch.testing.assert_close(again, whole[:, 15:])
+    torch.testing.assert_close(states[-1].k_NSGD, k, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: state.select(torch.tensor([1, 0])).select(torch.tensor([1, 0])),
+        lambda state: state.snapshot(),
+        lambda state: state.to("cpu"),
+    ],
+)
+def test_a_changed_state_has_no_room_of_another(change):
+    (q, k, v), first, whole = decode_case()
+    _, states = steps(q[:, :20], k[:, :20], v[:, :20], first, 9)
+    changed = change(states[-1])
+    assert changed.room is None
+    for start in (changed, states[-1]):
+        torch.testing.assert_close(steps(q, k, v, start, 20)[0], whole[:, 20:])
+
+
+def test_decode_goes_on_in_another_mode():
+    """A state of inference mode is continued outside it, and the other way round."""
+    (q, k, v), first, whole = decode_case()
+    for one, other in ((torch.inference_mode, torch.no_grad), (torch.no_grad, torch.inference_mode)):
+        _, states = steps(q[:, :20], k[:, :20], v[:, :20], first, 9, mode=one)
+        torch.testing.assert_close(steps(q, k, v, states[-1], 20, mode=other)[0], whole[:, 20:])
+        torch.testing.assert_close(steps(q, k, v, states[-1], 20, mode=torch.enable_grad)[0], whole[:, 20:])
+
+
+def test_gradients_of_a_continued_call_flow_through_the_state():
+    (q, k, v), *_ = decode_case(12)
+    for x in (q, k, v):
+        x.requires_grad_()
+    whole = op.forward(q, k, v, None, scale=0.3).o.square().sum()
+    expected = torch.autograd.grad(whole, (q, k, v))
+    first = op.forward(q[:, :9], k[:, :9], v[:, :9], None, scale=0.3, return_state=True)
+    o, _ = steps(q, k, v, first.state, 9, mode=torch.enable_grad)
+    got = torch.autograd.grad(torch.cat([first.o, o], 1).square().sum(), (q, k, v))
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
