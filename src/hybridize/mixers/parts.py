@@ -43,8 +43,9 @@ class RMSNorm(OwnStart):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x if x.dtype == torch.float64 else x.float()
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (normed * self.weight).to(x.dtype)
+        return nn.functional.rms_norm(wide, self.weight.shape, self.weight.to(wide.dtype), self.eps).to(
+            x.dtype
+        )
 
 
 class OutputGate(OwnStart):

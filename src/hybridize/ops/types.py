@@ -119,6 +119,8 @@ def outside_autocast(operation: Callable[P, R]) -> Callable[P, R]:
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         first = args[0]
         assert isinstance(first, Tensor)
+        if not torch.is_autocast_enabled(first.device.type):
+            return operation(*args, **kwargs)  # what entering a context costs is felt in every decoded token
         with torch.autocast(first.device.type, enabled=False):
             return operation(*args, **kwargs)
 

@@ -108,6 +108,6 @@ def step(
     decay = log_decay.to(dtype).exp()
     decay = decay if decay.dim() == 1 else decay[:, 0]
     decay_HX = decay if decay.dim() == 3 else decay[..., None]  # with rows in front unless it is fixed
-    S = decay_HX[..., None] * state.S_NHDV + k[..., None] * v[:, :, None]
+    S = torch.addcmul(decay_HX[..., None] * state.S_NHDV, k[..., None], v[:, :, None])
     o = (scale * q[:, :, None] @ S).transpose(1, 2)
     return Result(o.to(v_B1GV.dtype), state.after(1, S))
