@@ -33,13 +33,12 @@ TEACHER_POSITIONS = 8192
 SCALED = "logit_scale: {kind: log_position, base: 500}, output_gate: true"
 KEPT = "{{attention: softmax, position: {position}, {more}}}"
 ALL = "{{attention: lightning, position: {position}, qk_norm: true, output_norm: true, output_gate: true, heads: expand}}"
-QUARTER = "keep: 1/4"
 VARIANTS = {
     "halo": [],
-    "uniform": [f"steps[1]={{select: {{rule: uniform, {QUARTER}}}}}"],
-    "floor": [f"steps[1]={{select: {{rule: halo, {QUARTER}, cap: 50, floor: standard_error}}}}"],
-    "jet": [f"steps[1]={{select: {{rule: jet, {QUARTER}}}}}"],
-    "ce": ["steps[3].long_context.objective=ce"],
+    "uniform": ["select.rule=uniform", "select.cap=null"],
+    "floor": ["select.floor=standard_error"],
+    "jet": ["select.rule=jet", "select.cap=null"],
+    "ce": ["long_context.objective=ce"],
 }
 """What a run `NAME-SEED` changes of the recipe: the rule of the selection, or what the long stage learns from."""
 SHOWN = ("halo", "uniform")

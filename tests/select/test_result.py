@@ -34,7 +34,7 @@ def test_choose_by_every_rule():
     assert choose("given", 28, given=[9, 2]).kept == (2, 9)
 
 
-def test_a_floor_of_standard_errors(tmp_path):
+def test_a_floor_of_standard_errors():
     chosen = choose("halo", 8, 1, scores=table(), floor="standard_error")
     assert (
         chosen.ranking == choose("halo", 8, 1, scores=table(), floor=0.02).ranking

@@ -43,9 +43,8 @@ class RMSNorm(OwnStart):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x if x.dtype == torch.float64 else x.float()
-        return nn.functional.rms_norm(wide, self.weight.shape, self.weight.to(wide.dtype), self.eps).to(
-            x.dtype
-        )
+        weight = self.weight.to(wide.dtype)
+        return nn.functional.rms_norm(wide, weight.shape, weight, self.eps).to(x.dtype)
 
 
 class OutputGate(OwnStart):

@@ -144,7 +144,7 @@ class RecurrentMixer(Mixer):
         return A_BHQS + torch.where(s[rows, None] == s, own_BHQ1, 0)
 
     def _expand(self, x_BTGD: Tensor) -> Tensor:
-        """Every query head's own copy of its KV head (DESIGN D5)."""
+        """The KV head of every query head (DESIGN D5)."""
         return per_head(x_BTGD, self.shape.heads, 2)
 
 

@@ -81,8 +81,8 @@ def halo(
         recall_se: standard errors of R, one a layer or one for all.
 
     Raises:
-        ValueError: numbers outside [0, 1] or of different length; a cap that is not positive, a floor below 0; R that hardly varies:
-            its largest and smallest value are equal or less than three times the largest standard error apart.
+        ValueError: numbers outside [0, 1] or of different length; a cap that is not positive, a floor outside [0, 1]; R that hardly
+            varies: its largest and smallest value are equal or less than three times the largest standard error apart.
     """
     _check_scores("recall", recall)
     _check_scores("knowledge", knowledge)

@@ -82,9 +82,8 @@ def _extended(state: KVState, lengths_N: Tensor, k_NTGD: Tensor, v_NTGV: Tensor)
     """Every row with the same number of tokens more."""
     held, tokens = state.k_NSGD.shape[1], k_NTGD.shape[1]
     same = state.k_NSGD.dtype == k_NTGD.dtype and state.v_NSGV.dtype == v_NTGV.dtype
-    if (
-        held == 0 or tokens > ROOM or not same or torch.is_grad_enabled()
-    ):  # autograd keeps what was written over
+    # autograd may need what a later token's write would mark as changed
+    if held == 0 or tokens > ROOM or not same or torch.is_grad_enabled():
         k, v = torch.cat([state.k_NSGD, k_NTGD], 1), torch.cat([state.v_NSGV, v_NTGV], 1)
         return KVState(lengths_N=lengths_N, k_NSGD=k, v_NSGV=v)
     room = state.room
