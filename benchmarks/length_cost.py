@@ -5,7 +5,7 @@
 Qwen3-1.7B's shape by default: 28 layers, of which the student keeps 7 on softmax (those that the paper's Table 7 names) and
 computes Lightning in the others. `--rows` texts at a time. The teacher is transformers' own model with its own cache and SDPA attention.
 Prefill is the forward pass that fills the cache and gives the last token's logits; decode the median time of a step after it,
-a token in every row. cuDNN's attention, which plans anew for every length, is left out for both. Medians of `--repeats`; the caches' bytes are counted, not estimated.
+a token in every row, the two models a step each in turn. cuDNN's attention, which plans anew for every length, is left out for both. Medians of `--repeats`; the caches' bytes are counted, not estimated.
 """
 
 from __future__ import annotations
@@ -75,8 +75,10 @@ def nbytes(cache: Any) -> int:
 
 
 @torch.inference_mode()
-def measure(model: Any, length: int, options: argparse.Namespace) -> dict[str, float]:
-    ids = torch.randint(options.vocabulary, (options.rows, length), device=options.device)
+def prefilled(
+    model: Any, ids: torch.Tensor, options: argparse.Namespace
+) -> tuple[dict[str, float], Callable[[], float]]:
+    """The figures of the prefill, and a function that decodes one more token and gives its seconds."""
 
     def prefill() -> Any:
         return model(input_ids=ids, use_cache=True, logits_to_keep=1)
@@ -84,29 +86,48 @@ def measure(model: Any, length: int, options: argparse.Namespace) -> dict[str, f
     timed(prefill, options.device)  # compiles and fills the allocator
     if options.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated() if options.device == "cuda" else 0
     times = []
     for _ in range(options.repeats):
         out = None
         seconds, out = timed(prefill, options.device)
         times.append(seconds)
-    peak = torch.cuda.max_memory_allocated() if options.device == "cuda" else 0
-    cache = out[CACHE]
-    size = nbytes(cache)
-    token = ids[:, :1]
-    steps = []
-    for _ in range(options.decode):
-        seconds, out = timed(
-            lambda: model(input_ids=token, use_cache=True, **{CACHE: cache}),  # noqa: B023
-            options.device,
-        )
-        cache = out[CACHE]
-        steps.append(seconds)
+    peak = torch.cuda.max_memory_allocated() - held if options.device == "cuda" else 0
+    state, token = {CACHE: out[CACHE]}, ids[:, :1]
+
+    @torch.inference_mode()
+    def step() -> float:
+        seconds, out = timed(lambda: model(input_ids=token, use_cache=True, **state), options.device)
+        state[CACHE] = out[CACHE]
+        return seconds
+
     return {
         "prefill_s": statistics.median(times),
-        "decode_ms": 1000 * statistics.median(steps[options.decode // 4 :]),
-        "cache_bytes": size,
+        "cache_bytes": nbytes(state[CACHE]),
         "peak_bytes": peak,
-    }
+    }, step
+
+
+def measure(models: dict[str, Any], length: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Every model's figures at one length: prefill one after the other, then a step of each in turn."""
+    ids = torch.randint(options.vocabulary, (options.rows, length), device=options.device)
+    entry: dict[str, Any] = {}
+    steps: dict[str, Callable[[], float]] = {}
+    for name, model in models.items():
+        try:
+            entry[name], steps[name] = prefilled(model, ids, options)
+        except torch.cuda.OutOfMemoryError:
+            entry[name] = {"error": "out of memory"}
+        gc.collect()
+        if options.device == "cuda":
+            torch.cuda.empty_cache()
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(options.decode):
+        for name, step in steps.items():
+            times[name].append(step())
+    for name, seconds in times.items():
+        entry[name]["decode_ms"] = 1000 * statistics.median(seconds[options.decode // 4 :])
+    return entry
 
 
 def table(results: list[dict[str, Any]]) -> str:
@@ -139,7 +160,7 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--vocabulary", type=int, default=151_936)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--decode", type=int, default=32, help="tokens decoded")
+    parser.add_argument("--decode", type=int, default=64, help="tokens decoded")
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--commit", default=commit())
     options = parser.parse_args()
@@ -151,16 +172,11 @@ def main() -> None:
     student = student_of(copy.deepcopy(teacher), config).to(options.device)
     results: list[dict[str, Any]] = []
     for length in options.lengths:
-        entry: dict[str, Any] = {"length": length}
-        for name, model in (("teacher", teacher), ("student", student)):
-            try:
-                with sdpa_kernel(KERNELS):
-                    entry[name] = measure(model, length, options)
-            except torch.cuda.OutOfMemoryError:
-                entry[name] = {"error": "out of memory"}
-            gc.collect()
-            if options.device == "cuda":
-                torch.cuda.empty_cache()
+        with sdpa_kernel(KERNELS):
+            entry = {
+                "length": length,
+                **measure({"teacher": teacher, "student": student}, length, options),
+            }
         results.append(entry)
         print(table([entry]), flush=True)
     record = {

@@ -32,7 +32,9 @@ class Case:
         return [getattr(self, entry.name) for entry in fields(self)]
 
 
-def case(kind, batch, length, *, groups=2, dim=DIM, dtype=torch.float32, seed=0, strength=1.0) -> Case:
+def case(
+    kind, batch, length, *, groups=2, dim=DIM, values=VALUES, dtype=torch.float32, seed=0, strength=1.0
+) -> Case:
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
@@ -41,7 +43,7 @@ def case(kind, batch, length, *, groups=2, dim=DIM, dtype=torch.float32, seed=0,
     q, k, v = (
         normal(batch, length, HEADS, dim),
         normal(batch, length, groups, dim),
-        normal(batch, length, groups, VALUES),
+        normal(batch, length, groups, values),
     )
     shape = {"fixed": (HEADS,), "scalar": (batch, length, HEADS), "vector": (batch, length, HEADS, dim)}[kind]
     if kind == "fixed":
@@ -53,7 +55,7 @@ def run(x: Case, **options):
     return op.forward(x.q, x.k, x.v, x.log, scale=SCALE, **options)
 
 
-def random_state(rows, dim=DIM, dtype=torch.float32, seen=0):
+def random_state(rows, dim=DIM, dtype=torch.float32, seen=0, values=VALUES):
     generator = torch.Generator().manual_seed(9)
-    S = torch.randn(rows, HEADS, dim, VALUES, generator=generator, dtype=torch.float64).to(dtype)
+    S = torch.randn(rows, HEADS, dim, values, generator=generator, dtype=torch.float64).to(dtype)
     return op.DecayState(lengths_N=torch.full((rows,), seen), S_NHDV=S)

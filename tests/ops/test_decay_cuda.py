@@ -24,11 +24,11 @@ LENGTHS = {"dense": None, "packed": [1, 0, 130, 64, 0, 5]}
 def results(kind, lengths, dim, dtype, impl, wide):
     """Output, final state, and gradients of q, k, v, the decays and the initial state, from inputs rounded to `dtype`."""
     rows, length = (2, 200) if lengths is None else (1, sum(lengths))
-    x = case(kind, rows, length, dim=dim, strength=0.2)
+    x = case(kind, rows, length, dim=dim, values=dim, strength=0.2)
     x.q, x.k, x.v = (y.to(dtype) for y in (x.q, x.k, x.v))
     x = x.map(lambda y: (y.double() if wide else y).cuda().requires_grad_())
     sequences = None if lengths is None else Sequences.packed(torch.tensor([0, *lengths]).cumsum(0).cuda())
-    state = random_state(2 if lengths is None else len(lengths), dim).to("cuda")
+    state = random_state(2 if lengths is None else len(lengths), dim, values=dim).to("cuda")
     state.S_NHDV = (state.S_NHDV.double() if wide else state.S_NHDV).requires_grad_()
     result = run(x, sequences=sequences, state=state, return_state=True, impl=impl)
     outputs = [result.o.double(), result.state.S_NHDV.double()]
@@ -70,7 +70,7 @@ def test_auto_takes_fla_for_16_bit_values_alone(kind, monkeypatch):
     forward = adapter.forward
     monkeypatch.setattr(adapter, "forward", lambda *args: called.append(1) or forward(*args))
     for dtype, times in ((torch.float32, 0), (torch.bfloat16, 1)):
-        x = case(kind, 2, 70, dim=64).map(Tensor.cuda)
+        x = case(kind, 2, 70, dim=64, values=64).map(Tensor.cuda)
         run(Case(x.q.to(dtype), x.k.to(dtype), x.v.to(dtype), x.log))
         assert len(called) == times
 
@@ -78,7 +78,7 @@ def test_auto_takes_fla_for_16_bit_values_alone(kind, monkeypatch):
 @needs_fla
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_goes_on_from_its_state(kind):
-    x = case(kind, 2, 150, dim=64).map(Tensor.cuda)
+    x = case(kind, 2, 150, dim=64, values=64).map(Tensor.cuda)
     whole = run(x, impl="fla").o
     state = run(x.tokens(0, 140), return_state=True, impl="fla").state
     for t in range(140, 150):

@@ -301,12 +301,16 @@ def test_kernels_say_why_they_do_not_run():
     def on_cuda(dtype: torch.dtype, dim: int) -> SimpleNamespace:
         return SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(1, 5, 4, dim))
 
-    def why(dtype: torch.dtype = torch.bfloat16, dim: int = 64, found: object = "kernel") -> str | None:
-        return kernels.refusal(lambda: found, on_cuda(dtype, dim), on_cuda(dtype, 8))
+    def why(
+        dtype: torch.dtype = torch.bfloat16, dim: int = 64, values: int = 64, found: object = "kernel"
+    ) -> str | None:
+        return kernels.refusal(lambda: found, on_cuda(dtype, dim), on_cuda(dtype, values))
 
-    assert why() is None
+    assert why() is why(dim=16, values=512) is None
     assert why(torch.float64) == "v has dtype torch.float64; allowed are bfloat16, float16, float32"
-    assert why(dim=512) == "the head dim is 512; allowed are up to 256"
+    assert why(dim=512) == "the head dim is 512; allowed are 16 to 256"
+    assert why(dim=8) == "the head dim is 8; allowed are 16 to 256"
+    assert why(values=8) == "the value dim is 8; allowed are 16 and more"
     assert "flash-linear-attention is not installed here" in why(found=None)
 
 

@@ -19,7 +19,8 @@ from hybridize.ops.recurrence import RecurrentState
 from hybridize.ops.sequences import Sequences
 from hybridize.ops.types import Result, resolve_impl
 
-MAX_DIM = 256
+MIN_DIM, MAX_DIM = 16, 256
+"""Of the head dim; the value dim has the lower bound too, since Triton's products sum over 16 at least."""
 
 Kernel = Callable[..., tuple[Tensor, Tensor | None]]
 """(*tensors `[B, T, H, ...]`, initial_state, output_final_state, cu_seqlens) -> (o, final state)"""
@@ -47,8 +48,10 @@ def refusal(load: Callable[[], Any], q_BTHD: Tensor, v_BTHV: Tensor) -> str | No
         return f"it needs tensors on CUDA, these are on {q_BTHD.device.type}"
     if v_BTHV.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"v has dtype {v_BTHV.dtype}; allowed are bfloat16, float16, float32"
-    if q_BTHD.shape[3] > MAX_DIM:
-        return f"the head dim is {q_BTHD.shape[3]}; allowed are up to {MAX_DIM}"
+    if not MIN_DIM <= q_BTHD.shape[3] <= MAX_DIM:
+        return f"the head dim is {q_BTHD.shape[3]}; allowed are {MIN_DIM} to {MAX_DIM}"
+    if v_BTHV.shape[3] < MIN_DIM:
+        return f"the value dim is {v_BTHV.shape[3]}; allowed are {MIN_DIM} and more"
     if load() is None:
         return "flash-linear-attention is not installed here: pip install 'hybridize[gpu]'"
     return None
