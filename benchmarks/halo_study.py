@@ -1,7 +1,7 @@
 """HALO on SmolLM2-135M: its choice of softmax layers against even spacing and other rules, two seeds; the positions of Fig. 4.
 
     python benchmarks/halo_study.py --out runs/halo --jobs 4 --devices 4
-    python benchmarks/halo_study.py --out runs/halo --only floor-42 jet-42
+    python benchmarks/halo_study.py --out runs/halo --only floor-42 spread-42 jet-42
     python benchmarks/halo_study.py --out runs/halo --only rope nope reversed
 
 Every model is an ordinary run of `hybridize convert` with the shipped recipe `halo-smollm2-135m` (the rule, the seed or the positions
@@ -21,6 +21,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from component_study import rounded
@@ -37,6 +38,7 @@ VARIANTS = {
     "halo": [],
     "uniform": ["select.rule=uniform", "select.cap=null"],
     "floor": ["select.floor=standard_error"],
+    "spread": ["select.floor=standard_error", "select.spread=true"],
     "jet": ["select.rule=jet", "select.cap=null"],
     "ce": ["long_context.objective=ce"],
 }
@@ -120,8 +122,19 @@ def stored(path: Path, changes: list[str]) -> dict[str, Any]:
 
 
 def selection(folder: Path) -> dict[str, Any]:
+    """A run's selection, its recall by length in place of by task and length; without what the sweep depended on."""
     paths = sorted(folder.glob("steps/*-select/selection.json"))
-    return json.loads(paths[-1].read_text()) if paths else {}
+    if not paths:
+        return {}
+    found = json.loads(paths[-1].read_text())
+    for entry in [found["teacher"], *found["by_layer"]]:
+        for score in (entry or {}).values():
+            parts = score.pop("parts", ()) if isinstance(score, dict) else ()
+            lengths = {part["name"].partition(" ")[2] for part in parts} - {""}
+            for length in sorted(lengths, key=int):
+                values = [part["value"] for part in parts if part["name"].endswith(f" {length}")]
+                score.setdefault("by_length", {})[length] = fmean(values)
+    return {key: value for key, value in found.items() if key != "identity"}
 
 
 def main() -> None:

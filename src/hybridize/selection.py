@@ -9,6 +9,7 @@ from typing import Any
 from hybridize import json_lines
 from hybridize.atomic import atomic_write
 from hybridize.select import Selection, choose, load_scores
+from hybridize.select.rules import SCORED
 
 JSON, PLOT = "selection.json", "selection.svg"
 
@@ -22,6 +23,7 @@ def select(
     keep: str | int | None = None,
     cap: float | None = None,
     floor: float | str | None = None,
+    spread: bool | None = None,
     data: str | None = None,
     overrides: Mapping[str, Any] | Sequence[str] | None = None,
     device: str | None = None,
@@ -34,8 +36,8 @@ def select(
     file of single-layer scores: they are ranked anew by `rule`, nothing is measured.
 
     Args:
-        rule, keep, cap, floor: for a ranking anew (see `hybridize.select.choose`); by default what the scores were ranked by,
-            else halo, 1/4, no cap and no floor.
+        rule, keep, cap, floor, spread: for a ranking anew (see `hybridize.select.choose`); by default what the scores were
+            ranked by, else halo, 1/4, no cap, no floor and the best anywhere.
         out: the run folder; for a ranking anew a folder for selection.json and selection.svg.
         data, overrides, device: see `convert`.
 
@@ -46,10 +48,10 @@ def select(
         for name, value in (("data", data), ("overrides (--set)", overrides), ("device", device)):
             if value:
                 raise ValueError(f"{name} goes with a recipe, and no recipe is given")
-        return _again(Path(source), out, rule, keep, cap, floor)
-    if any(value is not None for value in (rule, keep, cap, floor)):
+        return _again(Path(source), out, rule, keep, cap, floor, spread)
+    if any(value is not None for value in (rule, keep, cap, floor, spread)):
         raise ValueError(
-            "rule, keep, cap and floor rank existing scores; with a recipe set them there: --set select.rule=jet"
+            "rule, keep, cap, floor and spread rank existing scores; with a recipe set them there: --set select.rule=jet"
         )
     if out is None:
         raise ValueError("out is missing; it names the run folder")
@@ -97,6 +99,7 @@ def _again(
     keep: str | int | None,
     cap: float | None,
     floor: float | str | None,
+    spread: bool | None,
 ) -> Selection:
     path = source if source.is_file() or (source / JSON).is_file() else _folder(source)
     if path.is_dir():
@@ -111,9 +114,11 @@ def _again(
     if chosen == before.get("rule"):
         cap = before.get("cap") if cap is None else cap
         floor = before.get("floor") if floor is None else floor
+        spread = before.get("spread") if spread is None else spread
     if keep is None:
         keep = before.get("keep", "1/4")
-    selection = choose(chosen, len(scores.layers), keep, scores=scores, cap=cap, floor=floor)
+    spread = False if spread is None else spread
+    selection = choose(chosen, len(scores.layers), keep, scores=scores, cap=cap, floor=floor, spread=spread)
     if out is not None:
         write_selection(selection, out)
     return selection
@@ -164,7 +169,7 @@ def _read(path: Path) -> Selection:
             f"{path} is missing or damaged; remove {path.with_name('outcome.json')} and {run / 'student.json'} and run the same "
             "command again: the scores give it anew"
         )
-    scored = whole["rule"] in ("halo", "jet", "kl")
+    scored = whole["rule"] in SCORED
     return choose(
         whole["rule"],
         whole["layers"],
@@ -172,5 +177,6 @@ def _read(path: Path) -> Selection:
         scores=load_scores(path) if scored else None,
         given=whole["given"],
         cap=whole["cap"],
-        floor=whole.get("floor"),  # not in files of earlier versions
+        floor=whole.get("floor"),  # not in files of earlier versions, as `spread`
+        spread=whole.get("spread", False),
     )

@@ -62,6 +62,7 @@ def test_a_file_is_ranked_by_halo_and_a_quarter(cli, scores):
         (["--floor", "0.5"], "rule halo: 1 of 4 layers keep softmax: 3"),
         (["--rule", "uniform", "--keep", "2"], "rule uniform: 2 of 4 layers keep softmax: 1, 3"),
         (["--rule", "tail", "--keep", "2"], "rule tail: 2 of 4 layers keep softmax: 2, 3"),
+        (["--rule", "jet", "--keep", "2", "--spread"], "rule jet, spread: 2 of 4 layers keep softmax: 1, 3"),
     ],
 )
 def test_rule_keep_and_cap(cli, scores, options, said):
@@ -77,6 +78,9 @@ def test_what_is_written_can_be_ranked_again(cli, scores, tmp_path):
     assert (plain["rule"], plain["keep"], plain["cap"], plain["kept"]) == ("halo", "2", 0.5, [1, 2])
     for source in (first, first / "selection.json"):  # rule, keep and cap are those of the file
         assert kept(cli("select", source)[1]) == "rule halo: 2 of 4 layers keep softmax: 1, 2"
+    cli("select", first, "--spread", "-o", tmp_path / "spread")
+    assert kept(cli("select", tmp_path / "spread")[1]).startswith("rule halo, spread: 2 of 4")
+    assert kept(cli("select", tmp_path / "spread", "--no-spread")[1]).startswith("rule halo: 2 of 4")
     out = cli("select", first, "--rule", "jet", "-o", tmp_path / "second")[1]  # a cap is halo's alone
     assert kept(out) == "rule jet: 2 of 4 layers keep softmax: 1, 3"
     cli("select", first, "--rule", "uniform", "-o", tmp_path / "third")
@@ -102,6 +106,7 @@ def test_what_is_written_can_be_ranked_again(cli, scores, tmp_path):
         (["--floor", "noise"], "floor is 'noise'; give a number in [0, 1], or standard_error"),
         (["--floor", "standard_error"], "not every layer's knowledge has one"),
         (["--rule", "jet", "--floor", "0.1"], "floor is 0.1 under the rule 'jet'; only 'halo' takes one"),
+        (["--rule", "uniform", "--spread"], "spread is on under the rule 'uniform', which has no scores"),
         (["--rule", "kl"], "scores has no loss for layer 0"),
         (["--rule", "tail", "--keep", "3"], "take the rule 'uniform'"),
         (["--set", "seed=1"], "overrides (--set) goes with a recipe"),
@@ -156,6 +161,7 @@ def test_files_that_cannot_be_ranked_are_refused(refused, tmp_path, lines, said)
         ({"floor": True}, "floor is True"),
         ({"floor": []}, "floor is []"),
         ({"floor": {}}, "floor is {}"),
+        ({"spread": "yes"}, "spread is 'yes'"),
         ({"keep": None}, "keep is None"),
     ],
 )

@@ -102,6 +102,7 @@ def test_published_budgets_of_qwen3():
          "steps[0].distill: lora and train: mixers exclude each other; leave one out"),
         ({"distill": {}}, "steps[0].distill: needs a length"),
         ({"long_context": {"tokens": 1}}, "steps[0].long_context.length: is required"),
+        ({"select": {"rule": "uniform", "spread": True}}, "steps[0].select: spread: goes by scores; rule: uniform has none"),
         ({"select": {"rule": "given"}}, "steps[0].select: layers: names the layers of rule: given"),
         ({"select": {"layers": [1]}}, "steps[0].select: layers: names the layers of rule: given"),
         ({"select": {"rule": "given", "layers": [1, 1]}}, "steps[0].select: layers is [1, 1], which names a layer twice"),

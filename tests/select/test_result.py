@@ -52,6 +52,20 @@ def test_a_floor_of_standard_errors():
         choose("jet", 8, scores=table(), floor=0.1)
 
 
+def test_spread_is_for_rules_that_score():
+    chosen = choose("jet", 8, 2, scores=table(), spread=True)
+    assert chosen.kept == tuple(
+        min(range(*block), key=lambda layer: (RECALL[layer], layer)) for block in ((0, 4), (4, 8))
+    )
+    assert chosen.to_dict()["spread"] is True and choose("uniform", 8).to_dict()["spread"] is False
+    with pytest.raises(
+        ValueError, match="spread is on under the rule 'tail', which has no scores; halo, jet"
+    ):
+        choose("tail", 8, spread=True)
+    with pytest.raises(ValueError, match="spread is 'yes'; it is True or False"):
+        choose("jet", 8, scores=table(), spread="yes")
+
+
 def test_flat_recall_is_refused_with_the_tables_errors():
     with pytest.raises(ValueError, match="hardly varies"):
         choose("halo", 8, scores=table(errors=0.21))

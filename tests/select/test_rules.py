@@ -69,6 +69,20 @@ def test_a_floor_is_the_least_loss_of_knowledge():
             rules.halo(recall, knowledge, floor=floor)
 
 
+def test_spread_keeps_the_best_layer_of_each_even_block():
+    recall, knowledge = [0.9, 0.2, 0.1, 0.3, 0.8, 0.7, 0.85, 0.8, 0.75], [0.5] * 9
+    best, spread = (rules.halo(recall, knowledge, keep=3, spread=spread) for spread in (False, True))
+    assert best.kept == (1, 2, 3) and spread.kept == (2, 3, 8)  # blocks 0 to 2, 3 to 5, 6 to 8
+    assert (spread.order, spread.scores) == (best.order, best.scores)
+    assert rules.jet(recall, 0.9, keep=3, spread=True).kept == (2, 3, 8)
+    assert rules.kl([1.0, 2.0, 2.0, 0.5, 0.6], keep=2, spread=True).kept == (0, 3)  # 0 and 1, 2 to 4
+    assert rules.kl([1.0] * 5, keep=2, spread=True).kept == (0, 2)  # ties go to the lower layer
+    for layers in range(1, 12):
+        for count in range(1, layers + 1):
+            kept = rules.kl([float(layer) for layer in range(layers)], keep=count, spread=True).kept
+            assert kept == (0, *(end + 1 for end in rules.uniform(layers, count).kept[:-1]))
+
+
 def test_ties_go_to_the_lower_layer():
     found = rules.halo([0.5, 0.9, 0.5, 0.9, 0.5], [0.5, 0.5, 0.5, 0.5, 0.5], keep=2)
     assert found.order == (0, 2, 4, 1, 3) and found.kept == (0, 2)

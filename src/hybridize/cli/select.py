@@ -57,6 +57,12 @@ def select(
             show_default=False,
         ),
     ] = None,
+    spread: Annotated[
+        bool | None,
+        typer.Option(
+            "--spread/--no-spread", help="Keep the best layer of each even block.", show_default=False
+        ),
+    ] = None,
     data: Annotated[
         str | None, typer.Option(metavar="SRC", help="Text in place of the recipe's.", show_default=False)
     ] = None,
@@ -75,6 +81,7 @@ def select(
             keep=keep,
             cap=cap,
             floor=_number(floor),
+            spread=spread,
             data=data,
             overrides=set_ or [],
             device=device,

@@ -64,6 +64,7 @@ def _check_probe(step: SelectStep, config: PreTrainedConfig) -> None:
             scores=Path(step.scores).expanduser(),
             cap=step.cap,
             floor=step.floor,
+            spread=step.spread,
         )
         return
     positions = config.max_position_embeddings
@@ -130,7 +131,14 @@ class Selector:
         keep = layers if step.rule == "given" else step.keep
         try:
             chosen = choose(
-                step.rule, layers, keep, scores=scores, given=step.layers, cap=step.cap, floor=step.floor
+                step.rule,
+                layers,
+                keep,
+                scores=scores,
+                given=step.layers,
+                cap=step.cap,
+                floor=step.floor,
+                spread=step.spread,
             )
         except ValueError as error:
             raise ValueError(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from hybridize.recipe.stages import DistillStep, FinetuneStep, LongContextStep, TransferStep
 from hybridize.recipe.steps import EditStep, SelectStep
 from hybridize.recipe.training import TrainingStep
+from hybridize.select.rules import SCORED
 from hybridize.spec import LINEAR, LayerSpec, SeparateNormalizer
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ def _selection(recipe: Recipe) -> list[str]:
             for index, other in enumerate(recipe.steps[:first])
             if isinstance(other, DistillStep | LongContextStep | FinetuneStep)
         ]
-    by_score = step.rule in ("halo", "jet", "kl") and step.scores is None
+    by_score = step.rule in SCORED and step.scores is None
     if by_score and not any(isinstance(other, TransferStep) for other in recipe.steps[:first]):
         found.append(
             f"steps[{first}].select: rule: {step.rule} measures layers that have learnt something; put a transfer before it, "

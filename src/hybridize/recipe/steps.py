@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, mo
 
 from hybridize.problems import nearest
 from hybridize.recipe.stages import DistillStep, FinetuneStep, LongContextStep, TransferStep
-from hybridize.select.rules import STANDARD_ERROR, count_kept, is_share
+from hybridize.select.rules import SCORED, STANDARD_ERROR, count_kept, is_share
 from hybridize.spec import Frozen, Normalizer
 from hybridize.windows import Window
 
@@ -83,7 +83,8 @@ class SelectStep(Frozen):
     file of a former sweep); `kl` restores one softmax layer at a time and ranks by the loss after a short `distill`;
     `uniform` and `tail` place them evenly in the whole or the second half; `given` takes `layers`. `keep` is a share of
     the layers (rounded down) or a count. `cap` bounds the ratio of `halo` (the published code: 50), `floor` is the least
-    loss of knowledge that it divides by, a number or `standard_error`.
+    loss of knowledge that it divides by, a number or `standard_error`. `spread` keeps the best layer of each even block in place
+    of the best anywhere, under the rules that measure.
     """
 
     kind: ClassVar[str] = "select"
@@ -94,6 +95,7 @@ class SelectStep(Frozen):
     layers: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(default=None, min_length=1)
     cap: float | None = Field(default=None, gt=0, allow_inf_nan=False, strict=True)
     floor: Floor | None = None
+    spread: bool = False
     scores: str | None = None
     recall: RecallProbe = RecallProbe()
     knowledge: KnowledgeProbe = KnowledgeProbe()
@@ -125,6 +127,8 @@ class SelectStep(Frozen):
             raise ValueError(f"cap: bounds the ratio of rule: halo; {self.rule} has none")
         if self.floor is not None and self.rule != "halo":
             raise ValueError(f"floor: bounds the loss of knowledge in rule: halo; {self.rule} has none")
+        if self.spread and self.rule not in SCORED:
+            raise ValueError(f"spread: goes by scores; rule: {self.rule} has none")
         if self.distill is not None and self.distill.lora is not None:
             raise ValueError(
                 "distill: low-rank updates change the modules that the sweep puts back; leave lora out"

@@ -51,7 +51,7 @@ def selection_plot(selection: Mapping[str, Any], key: str = "selection") -> str:
             draw(axes)
             axes.set_xlim(-0.7, len(layers) - 0.3)
             layer_axis(axes.xaxis, "layer (from 0)" if axes is grid[-1, 0] else "")
-        title = f"Score of each layer under the rule {selection['rule']}; kept: {_listed(selection['kept'])}"
+        title = f"Score of each layer under the rule {_rule(selection)}; kept: {_listed(selection['kept'])}"
         return to_svg(figure, key, title)
 
 
@@ -126,9 +126,13 @@ def selection_table(selection: Mapping[str, Any]) -> str:
     ]
     kept = selection["kept"]
     lines.append(
-        f"rule {selection['rule']}: {len(kept)} of {len(layers)} layers keep softmax: {_listed(kept)}"
+        f"rule {_rule(selection)}: {len(kept)} of {len(layers)} layers keep softmax: {_listed(kept)}"
     )
     return "\n".join(lines)
+
+
+def _rule(selection: Mapping[str, Any]) -> str:
+    return f"{selection['rule']}, spread" if selection.get("spread") else str(selection["rule"])
 
 
 def _cell(entry: Mapping[str, Any], name: str) -> str:

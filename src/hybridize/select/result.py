@@ -5,6 +5,7 @@ As JSON (`Selection.to_dict`, version 1):
 format, version    "hybridize selection", 1
 rule, keep, count  the rule, the share or count asked for, the count that gave
 cap, floor, given  the rules' own parameters, null where they do not count
+spread             whether the best of each even block is kept in place of the best anywhere
 layers             L
 kept, ranking      layer numbers from 0: ascending; the most worth keeping first
 teacher            {recall, knowledge} of the unchanged teacher, null without a sweep
@@ -27,7 +28,7 @@ from typing import Any
 from hybridize.atomic import atomic_write
 from hybridize.problems import nearest
 from hybridize.select import rules
-from hybridize.select.rules import RULES, STANDARD_ERROR, Keep, Ranking, count_kept
+from hybridize.select.rules import RULES, SCORED, STANDARD_ERROR, Keep, Ranking, count_kept
 from hybridize.select.table import FORMAT, VERSION, ScoreTable, load_scores
 
 Floor = float | str
@@ -45,6 +46,7 @@ class Selection:
     scores: ScoreTable | None = None
     cap: float | None = None
     floor: Floor | None = None
+    spread: bool = False
 
     @property
     def kept(self) -> tuple[int, ...]:
@@ -62,6 +64,7 @@ class Selection:
             "count": len(self.kept),
             "cap": self.cap,
             "floor": self.floor,
+            "spread": self.spread,
             "given": list(self.ranking.order) if self.rule == "given" else None,
             "layers": self.layers,
             "kept": list(self.kept),
@@ -92,6 +95,7 @@ def choose(
     given: Sequence[int] | None = None,
     cap: float | None = None,
     floor: Floor | None = None,
+    spread: bool = False,
 ) -> Selection:
     """Which of `layers` layers keep softmax (rules: see `select.rules`).
 
@@ -101,6 +105,7 @@ def choose(
         given: the layers, for the rule `given`.
         cap: largest score of `halo`; the published code takes 50.
         floor: the least loss of knowledge that `halo` counts, in [0, 1], or `standard_error`: each layer's own, as measured.
+        spread: keep the best layer of each even block; for the rules that rank by scores.
 
     Raises:
         ValueError: an unknown rule, an argument that the rule lacks or does not take, scores of another number of layers,
@@ -114,6 +119,10 @@ def choose(
     for name, value in (("cap", cap), ("floor", floor)):
         if value is not None and rule != "halo":
             raise ValueError(f"{name} is {value} under the rule {rule!r}; only 'halo' takes one")
+    if not isinstance(spread, bool):
+        raise ValueError(f"spread is {spread!r}; it is True or False")
+    if spread and rule not in SCORED:
+        raise ValueError(f"spread is on under the rule {rule!r}, which has no scores; {', '.join(SCORED)} do")
     if given is not None:
         ranking = rules.given(layers, given)
         return Selection(rule, layers, len(ranking.kept), ranking)
@@ -124,7 +133,8 @@ def choose(
     table = _table(scores, rule)
     if len(table.layers) != layers:
         raise ValueError(f"scores has {len(table.layers)} layers; the model has {layers}")
-    return Selection(rule, layers, keep, _rank(rule, table, keep, cap, floor), table, cap, floor)
+    ranking = _rank(rule, table, cap, floor, keep=keep, spread=spread)
+    return Selection(rule, layers, keep, ranking, table, cap, floor, spread)
 
 
 def _table(scores: Any, rule: str) -> ScoreTable:
@@ -148,17 +158,16 @@ def _floor(floor: Floor | None, table: ScoreTable) -> float | list[float]:
     return errors
 
 
-def _rank(rule: str, table: ScoreTable, keep: Keep, cap: float | None, floor: Floor | None) -> Ranking:
+def _rank(rule: str, table: ScoreTable, cap: float | None, floor: Floor | None, **kept: Any) -> Ranking:
     if rule == "kl":
-        return rules.kl(table.losses(), keep=keep)
+        return rules.kl(table.losses(), **kept)
     recall = [score.value for score in table.recall()]
     if rule == "halo":
         knowledge = [score.value for score in table.knowledge()]
-        return rules.halo(
-            recall, knowledge, keep=keep, cap=cap, floor=_floor(floor, table), recall_se=table.recall_errors()
-        )
+        floors = _floor(floor, table)
+        return rules.halo(recall, knowledge, cap=cap, floor=floors, recall_se=table.recall_errors(), **kept)
     if table.teacher is None or table.teacher.recall is None:
         raise ValueError(
             "scores has no recall of the teacher (a line with layer null); the rule 'jet' needs it"
         )
-    return rules.jet(recall, table.teacher.recall.value, keep=keep, recall_se=table.recall_errors())
+    return rules.jet(recall, table.teacher.recall.value, recall_se=table.recall_errors(), **kept)

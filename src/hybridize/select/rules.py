@@ -8,6 +8,9 @@ kl       the loss of an all-linear student after a short distillation with softm
 uniform  layers ⌊(j+1) L / k⌋ - 1, j = 0 .. k-1: the last of each of k even blocks.
 tail     the same over the second half, which holds the last ⌈L/2⌉ layers.
 given    what the caller names.
+
+`spread` (halo, jet, kl; not in the papers) keeps the best layer of each of the k even blocks of `uniform` in place of the k
+best anywhere: scores of one replaced layer cannot see that neighbours stand in for each other.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ from typing import Any
 EPSILON = 1e-6
 STANDARD_ERROR = "standard_error"
 """The floor that is each layer's own error of C."""
-RULES = ("halo", "jet", "kl", "uniform", "tail", "given")
+SCORED = ("halo", "jet", "kl")
+RULES = (*SCORED, "uniform", "tail", "given")
 
 Keep = str | int | float | Fraction
 
@@ -30,7 +34,7 @@ Keep = str | int | float | Fraction
 @dataclass(frozen=True)
 class Ranking:
     """`order`: layers, the most worth keeping first (all, or those that the rule names). `scores`: one a layer, larger is
-    kept first; empty for rules that measure nothing. `kept`: ascending."""
+    kept first; empty for rules that measure nothing. `kept`: ascending, the first of `order` or, spread, the first of each block."""
 
     order: tuple[int, ...]
     scores: tuple[float, ...]
@@ -66,6 +70,7 @@ def halo(
     keep: Keep = "1/4",
     cap: float | None = None,
     floor: float | Sequence[float] = 0.0,
+    spread: bool = False,
     recall_se: float | Sequence[float] | None = None,
 ) -> Ranking:
     """Rank by recall lost over knowledge lost.
@@ -105,7 +110,7 @@ def halo(
     ]
     if cap is not None:
         scores = [min(score, cap) for score in scores]
-    return _rank(scores, keep)
+    return _rank(scores, keep, spread)
 
 
 def jet(
@@ -113,20 +118,21 @@ def jet(
     teacher_recall: float,
     *,
     keep: Keep = "1/4",
+    spread: bool = False,
     recall_se: float | Sequence[float] | None = None,
 ) -> Ranking:
     """Rank by the drop of recall against the teacher, all in [0, 1]. Raises ValueError as `halo` does."""
     _check_scores("recall", recall)
     _check_scores("teacher_recall", [teacher_recall])
     _check_spread(recall, recall_se)
-    return _rank([teacher_recall - value for value in recall], keep)
+    return _rank([teacher_recall - value for value in recall], keep, spread)
 
 
-def kl(losses: Sequence[float], *, keep: Keep = "1/4") -> Ranking:
+def kl(losses: Sequence[float], *, keep: Keep = "1/4", spread: bool = False) -> Ranking:
     """Rank by the loss with softmax in that layer alone, lowest first; scores are the losses with their sign turned."""
     if len(losses) == 0 or not all(math.isfinite(loss) for loss in losses):
         raise ValueError(f"losses is {list(losses)}; it needs one finite number a layer")
-    return _rank([-loss for loss in losses], keep)
+    return _rank([-loss for loss in losses], keep, spread)
 
 
 def uniform(layers: int, keep: Keep = "1/4") -> Ranking:
@@ -183,9 +189,14 @@ def _ends(layers: int, count: int) -> tuple[int, ...]:
     return tuple((j + 1) * layers // count - 1 for j in range(count))
 
 
-def _rank(scores: Sequence[float], keep: Keep) -> Ranking:
+def _rank(scores: Sequence[float], keep: Keep, spread: bool) -> Ranking:
     order = sorted(range(len(scores)), key=lambda layer: (-scores[layer], layer))
-    kept = sorted(order[: count_kept(len(scores), keep)])
+    count = count_kept(len(scores), keep)
+    kept = sorted(order[:count])
+    if spread:
+        ends = _ends(len(scores), count)
+        blocks = zip((-1, *ends), ends, strict=False)
+        kept = [next(layer for layer in order if before < layer <= end) for before, end in blocks]
     return Ranking(tuple(order), tuple(scores), tuple(kept))
 
 
