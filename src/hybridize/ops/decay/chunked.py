@@ -103,11 +103,10 @@ def step(
 ) -> Result:
     """One token a row."""
     dtype, heads = compute_dtype(q_B1HD), q_B1HD.shape[2]
-    q, k, v = (x[:, 0].to(dtype) for x in (q_B1HD, k_B1GD, v_B1GV))
-    k, v = (per_head(x, heads, 1) for x in (k, v))
+    q, k, v = q_B1HD[:, 0].to(dtype), *(per_head(x[:, 0], heads, 1) for x in (k_B1GD, v_B1GV))
     decay = log_decay.to(dtype).exp()
     decay = decay if decay.dim() == 1 else decay[:, 0]
     decay_HX = decay if decay.dim() == 3 else decay[..., None]  # with rows in front unless it is fixed
-    S = torch.addcmul(decay_HX[..., None] * state.S_NHDV, k[..., None], v[:, :, None])
+    S = torch.addcmul(decay_HX[..., None] * state.S_NHDV, k[..., None], v[:, :, None])  # in the state's dtype
     o = (scale * q[:, :, None] @ S).transpose(1, 2)
     return Result(o.to(v_B1GV.dtype), state.after(1, S))

@@ -140,11 +140,11 @@ def _continued(
     else:
         index_NT, back_P = places = sequences.padded()
         q_NTHD = rearrange(q, index_NT.flatten(), back_P).unflatten(0, index_NT.shape)
-    t_NT = sequences.tensor("starts")[:, None] + torch.arange(q_NTHD.shape[1], device=q.device)
     everything = sequences.is_step and all(start + 1 == held.k_NSGD.shape[1] for start in sequences.starts)
     if everything and softcap is None and not return_lse:
         o, lse = _fused(q_NTHD, held.k_NSGD, held.v_NSGV, scale), None
     else:
+        t_NT = sequences.tensor("starts")[:, None] + torch.arange(q_NTHD.shape[1], device=q.device)
         o, lse = _attend(q_NTHD, held.k_NSGD, held.v_NSGV, t_NT, scale, softcap, return_lse)
     o, lse = o.flatten(0, 1), lse.flatten(0, 1) if lse is not None else None
     if places is not None:
