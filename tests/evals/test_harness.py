@@ -19,7 +19,7 @@ from tests.models.tiny import tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from hybridize.evals import harness
+from hybridize.evals import harness, harness_tasks
 from hybridize.evals.aggregate import wilson_interval
 from hybridize.evals.generation import evaluating
 from hybridize.evals.harness import check_tasks, run_harness
@@ -319,7 +319,7 @@ def test_local_tasks_replace_standard_ones_and_tags_keep_their_members(
 ) -> None:
     standard = standard_index.task_index
     assert standard["ai2_arc"].tags == {"arc_easy", "arc_challenge"}
-    index = harness._task_manager(FOLDER, ["ai2_arc"]).task_index
+    index = harness_tasks.task_manager(FOLDER, ["ai2_arc"]).task_index
     assert index["arc_easy"].yaml_path == FOLDER / "arc_easy.yaml"
     assert index["ai2_arc"].tags == {"arc_easy", "arc_challenge"}
     assert index["arc_challenge"].yaml_path == standard["arc_challenge"].yaml_path
@@ -433,6 +433,6 @@ def test_means_by_either_name_are_means(function: Any) -> None:
         def aggregation(self) -> dict[str, Any]:
             return {"contains": mean if function == "mean" else function, "worst": np.max}
 
-    harness._check_mean("leaf", "contains", [Leaf()])
+    harness_tasks._check_mean("leaf", "contains", [Leaf()])
     with pytest.raises(ValueError, match="no mean over samples"):
-        harness._check_mean("leaf", "worst", [Leaf()])
+        harness_tasks._check_mean("leaf", "worst", [Leaf()])
