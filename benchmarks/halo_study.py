@@ -1,7 +1,7 @@
 """HALO on SmolLM2-135M: its choice of softmax layers against even spacing and other rules, two seeds; the positions of Fig. 4.
 
     python benchmarks/halo_study.py --out runs/halo --jobs 4 --devices 4
-    python benchmarks/halo_study.py --out runs/halo --only floor-42 spread-42 jet-42
+    python benchmarks/halo_study.py --out runs/halo --only floor-42 spread+ce-42 jet-42
     python benchmarks/halo_study.py --out runs/halo --only rope nope reversed
 
 Every model is an ordinary run of `hybridize convert` with the shipped recipe `halo-smollm2-135m` (the rule, the seed or the positions
@@ -42,7 +42,7 @@ VARIANTS = {
     "jet": ["select.rule=jet", "select.cap=null"],
     "ce": ["long_context.objective=ce"],
 }
-"""What a run `NAME-SEED` changes of the recipe: the rule of the selection, or what the long stage learns from."""
+"""What a run `NAME-SEED` changes of the recipe: the rule of the selection, or what the long stage learns from; `spread+ce-42` does both."""
 SHOWN = ("halo", "uniform")
 """Run unless `--only` says otherwise."""
 
@@ -54,20 +54,20 @@ ARMS = {
 """Fig. 4's assignments of positions to (recurrent, softmax) layers, besides HyPE's own (rope, none)."""
 
 
-def jobs(seeds: list[int], overrides: list[str]) -> list[Job]:
-    """The runs of the study, by name."""
-    made = [
-        Job(f"{name}-{seed}", RECIPE, [f"seed={seed}", *changes, *overrides])
-        for seed in seeds
-        for name, changes in VARIANTS.items()
-    ]
-    for name, (recurrent, softmax, more) in ARMS.items():
-        spec = [
+def named(name: str, seed: int, overrides: list[str]) -> Job | None:
+    """The run of that name; None where there is no such run. `seed` is that of the names without one."""
+    if name in ARMS:
+        recurrent, softmax, more = ARMS[name]
+        changes = [
             f"spec.all={ALL.format(position=recurrent)}",
             f"spec.kept={KEPT.format(position=softmax, more=more)}",
         ]
-        made.append(Job(name, RECIPE, [f"seed={seeds[0]}", *spec, *overrides]))
-    return made
+        return Job(name, RECIPE, [f"seed={seed}", *changes, *overrides])
+    kinds, _, own = name.rpartition("-")
+    if not own.isdecimal() or any(kind not in VARIANTS for kind in kinds.split("+")):
+        return None
+    changes = [change for kind in kinds.split("+") for change in VARIANTS[kind]]
+    return Job(name, RECIPE, [f"seed={own}", *changes, *overrides])
 
 
 def ask(name: str, model: str, options: list[str], out: Path, environment: dict[str, str]) -> dict[str, Any]:
@@ -160,13 +160,14 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     asked = ["evaluation.rows=40", "evaluation.passkey=[]", "evaluation.prompts=[]"]
-    chosen = [
-        job
-        for job in jobs(options.seeds, [*asked, *options.set])
-        if (job.name in options.only if options.only else job.name.partition("-")[0] in SHOWN)
-    ]
-    if unknown := {*(options.only or ())} - {job.name for job in chosen} - {"teacher"}:
-        parser.error(f"--only names no such runs: {', '.join(sorted(unknown))} (seeds: {options.seeds})")
+    names = options.only or [f"{kind}-{seed}" for seed in options.seeds for kind in SHOWN]
+    found = {
+        name: named(name, options.seeds[0], [*asked, *options.set]) for name in names if name != "teacher"
+    }
+    if unknown := [name for name, run in found.items() if run is None]:
+        runs = ", ".join([*(f"{kind}-SEED" for kind in VARIANTS), *ARMS, "teacher"])
+        parser.error(f"--only names no such runs: {', '.join(unknown)}; there are {runs}")
+    chosen = [run for run in found.values() if run is not None]
     path = options.results / "halo-smollm2-135m.json"
     try:
         kept = stored(path, options.set)
