@@ -20,6 +20,7 @@ from hybridize import losses
 from hybridize.convert.compiled import Compiled
 from hybridize.convert.teacher_forced import TeacherForced
 from hybridize.data.batching import Batch
+from hybridize.evals.generation import Progress
 from hybridize.layers.token_mixer import TokenMixer
 from hybridize.models.modeling import HybridForCausalLM
 from hybridize.recipe import TransferStep
@@ -65,9 +66,9 @@ class MixerTransferStage(TeacherForced):
         self.model.eval()
         return super().validate()
 
-    def layer_errors(self) -> list[float]:
+    def layer_errors(self, on_progress: Progress | None = None) -> list[float]:
         self.model.eval()
-        return super().layer_errors()
+        return super().layer_errors(on_progress)
 
     def _run(self, batch: Batch, scale: float | None) -> tuple[Tensor, Tensor]:
         """Loss (mean over the candidate layers) and normalised MSE `[L]`.

@@ -235,7 +235,7 @@ class _Conversion:
         stage = make_stage(model, self.teacher, step, text, self.recipe.precision)
         aligns = stage if isinstance(stage, TeacherForced) else None
         if aligns is not None and read_json(folder / "layers.json") is None:
-            write_json(folder / "layers.json", {"before": aligns.layer_errors()})
+            write_json(folder / "layers.json", {"before": self._layer_errors(aligns)})
         with _tensor_float32(self.recipe.precision == "bf16"):
             result = train(
                 stage,
@@ -246,12 +246,16 @@ class _Conversion:
             )
         if aligns is not None:
             layers = read_json(folder / "layers.json")
-            write_json(folder / "layers.json", {**layers, "after": aligns.layer_errors()})
+            write_json(folder / "layers.json", {**layers, "after": self._layer_errors(aligns)})
         stage.finish()
         adapted = getattr(stage, "adapted", None)
         outcome = {**asdict(result), "device": device_name(model.device)}
         write_json(folder / "outcome.json", {**outcome, "files": store(folder, model, stage, adapted)})
         return adapted
+
+    def _layer_errors(self, stage: TeacherForced) -> list[float]:
+        with status(self.progress) as say:
+            return stage.layer_errors(partial(say, "measuring layers"))
 
     def _batches(self, rows: PackedRows, step: TrainingStep, start: int) -> Iterator[Batch]:
         first = start * step.batch.accumulation

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridize.data.batching import Batch
+from hybridize.evals.generation import Progress
 from hybridize.models.modeling import HybridForCausalLM
 from hybridize.train import StepResult
 
@@ -53,9 +54,13 @@ class TeacherForced(ABC):
         return {"loss": mean[0], "nmse": mean[1]}
 
     @torch.no_grad()
-    def layer_errors(self) -> list[float]:
+    def layer_errors(self, on_progress: Progress | None = None) -> list[float]:
         """Normalised MSE of every layer on the validation batches (0 in layers that do not learn)."""
-        sums = [self.count(batch) * self._run(batch, None)[1].cpu() for batch in self.validation]
+        sums = []
+        for done, batch in enumerate(self.validation):
+            if on_progress is not None:
+                on_progress(done, len(self.validation))
+            sums.append(self.count(batch) * self._run(batch, None)[1].cpu())
         tokens = sum(self.count(batch) for batch in self.validation)
         return (torch.stack(sums).sum(0) / tokens).tolist()
 
