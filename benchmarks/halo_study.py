@@ -71,14 +71,16 @@ def named(name: str, seed: int, overrides: list[str]) -> Job | None:
 
 
 def ask(name: str, model: str, options: list[str], out: Path, environment: dict[str, str]) -> dict[str, Any]:
-    """One `hybridize eval`; its JSON, {} where it failed."""
+    """One `hybridize eval`: its JSON. Raises RuntimeError where it failed."""
     result = out / f"{name}.json"
     base = [sys.executable, "-m", "hybridize.cli.main", "eval", model, *options, "--json", str(result)]
     begin = time.monotonic()
     with (out / f"{name}.log").open("a") as log:
         done = subprocess.run(base, stdout=log, stderr=subprocess.STDOUT, env=environment, check=False)
     print(f"{name}: exit {done.returncode} after {time.monotonic() - begin:.0f} s", flush=True)
-    return json.loads(result.read_text()) if done.returncode == 0 else {}
+    if done.returncode:
+        raise RuntimeError(f"{name} failed; see {name}.log")
+    return json.loads(result.read_text())
 
 
 def plain(evaluation: dict[str, Any]) -> dict[str, Any]:
@@ -192,7 +194,7 @@ def main() -> None:
     far = ["--ruler", "niah_single_1", "--samples", str(max(options.samples // 2, 1)), *asking]
 
     def everything(name: str, model: str, lengths: str, environment: dict[str, str]) -> dict[str, Any]:
-        asked = {"text": text, "keys": keys, "needles": [*needles, lengths]}
+        asked = {"text": text, "keys": keys, **({"needles": [*needles, lengths]} if lengths else {})}
         parts = [
             ask(f"{name}.{part}", model, about, options.out, environment) for part, about in asked.items()
         ]
@@ -200,9 +202,12 @@ def main() -> None:
 
     def convert(job: Job) -> tuple[str, dict[str, Any]]:
         folder = options.out / job.name
+        continued = folder.exists()
         with places.one() as environment:
             result = run(job, options.out, environment)
             result.pop("milestones")
+            if continued:
+                result["seconds"] = None  # only the last call's are known; the stages have their own
             if result["exit"] == 0:
                 result["evaluation"] = everything(job.name, str(folder), options.lengths, environment)
                 about = [*far, str(options.far)]
@@ -214,7 +219,10 @@ def main() -> None:
         lengths = options.lengths.split(",")
         near = ",".join(length for length in lengths if int(length) <= TEACHER_POSITIONS)
         with places.one() as environment:
-            result = {"exit": 0, "evaluation": everything("teacher", MODEL, near, environment)}
+            result: dict[str, Any] = {
+                "exit": 0,
+                "evaluation": everything("teacher", MODEL, near, environment),
+            }
             beyond = [(needles, length) for length in lengths if int(length) > TEACHER_POSITIONS]
             for questions, length in (*beyond, (far, str(options.far))):
                 for trick in ("yarn", "dynamic_ntk"):
@@ -227,7 +235,13 @@ def main() -> None:
         waiting = [pool.submit(convert, job) for job in chosen]
         if not options.only or "teacher" in options.only:
             waiting.append(pool.submit(teacher))
-        results = dict(future.result() for future in waiting)
+        results, failed = {}, []
+        for future in waiting:
+            try:
+                name, result = future.result()
+                results[name] = result
+            except RuntimeError as error:  # what it has stays on disk, its former figures in the record
+                failed.append(str(error))
     own = {"machine": machine(), "jobs": options.jobs, "devices": options.devices}
     results = {
         name: {"commit": made_at(options.out, name, options.commit), **own, **result}
@@ -242,12 +256,16 @@ def main() -> None:
     record = {**kept, "jobs": {**before, **{name: results[name] for name in results if name not in lost}}}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(rounded(record)) + "\n")
+    for message in failed:
+        print(message)
     for name, result in results.items():
         print(
             name, json.dumps(rounded({k: v for k, v in result.get("evaluation", {}).items() if k != "ruler"}))
         )
         if result.get("selection"):
             print(name, "kept", result["selection"]["kept"])
+    if failed or any(result["exit"] for result in results.values()):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

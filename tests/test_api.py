@@ -123,7 +123,7 @@ def test_ruler_goes_on_from_the_run(run, text, asked, monkeypatch):
         evaluate(run, text, mode="softmax_only", **asked)
 
 
-def test_a_teacher_is_stretched_to_the_longest_length(teacher, text, tmp_path, asked):
+def test_a_teacher_is_stretched_to_the_longest_length(teacher, text, tmp_path, asked, caplog):
     plain = tmp_path / "plain"
     bench.write_teacher(plain, rope_parameters={"rope_type": "default", "rope_theta": 10_000.0})
     options = {"tasks": ["perplexity"], "lengths": [600], "samples": 1, "texts": [str(long_text(tmp_path))]}
@@ -134,6 +134,9 @@ def test_a_teacher_is_stretched_to_the_longest_length(teacher, text, tmp_path, a
     assert len({next(iter(v["perplexity"].values()))["nll"] for v in values.values()}) == 3
     assert "600 are beyond the 512 positions" in values["none"]["length_note"]
     assert "length_note" not in values["yarn"] and values["yarn"]["length_trick"] == "yarn"
+    near = options | {"lengths": [300], "tasks": ["passkey"]}
+    assert evaluate(plain, text, length_trick="yarn", **near) == evaluate(plain, text, **near)
+    assert "nothing is stretched" in caplog.text
     ruler = evaluate(plain, text, length_trick="yarn", records=tmp_path / "kept", **asked)["ruler"]
     assert ruler["records"] == str(tmp_path / "kept") and len(list((tmp_path / "kept").iterdir())) == 3
     assert (

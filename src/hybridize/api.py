@@ -4,31 +4,27 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from safetensors import SafetensorError
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybridize.atomic import atomic_folder, full_disk_explained
 from hybridize.convert import pipeline
 from hybridize.convert.drift import drift_note
-from hybridize.convert.finetune import attach_adapter
-from hybridize.convert.run_folder import RunFolder, read_json, versions, write_json
+from hybridize.convert.run_folder import versions, write_json
 from hybridize.convert.status import status
-from hybridize.devices import choose_device
 from hybridize.evals.length_tricks import positions_note, with_longer_positions
 from hybridize.evals.questions import TASKS, Questions
 from hybridize.extend.logit_scale import parse_bases, parse_logit_scale, search_on_text, with_logit_scale
 from hybridize.extend.window import parse_window, with_window
-from hybridize.models.configuration import HybridConfig
 from hybridize.models.modeling import HybridForCausalLM
-from hybridize.models.teacher import load_teacher, load_tokenizer, resolve_model
+from hybridize.opening import open_model
 from hybridize.recipe import Recipe, load_recipe
 from hybridize.spec import ResolvedSpec, SeparateNormalizer, first_far_position
 from hybridize.windows import Window
@@ -120,7 +116,7 @@ def load(
         ValueError: nothing there, a checkpoint that lacks parameters of the model, or an edit that does not fit.
     """
     edits = _edits(window, mix, logit_scale)
-    model, tokenizer = _load(run_or_model, device, dtype)
+    model, tokenizer = open_model(run_or_model, device, dtype)
     if edits:
         if not isinstance(model, HybridForCausalLM):
             raise ValueError(
@@ -214,51 +210,6 @@ def _edits(
     return edits
 
 
-def _load(
-    run_or_model: str | Path, device: str | None, dtype: str | torch.dtype | None
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    target = choose_device(device)
-    wanted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if dtype is not None and not (isinstance(wanted, torch.dtype) and wanted.is_floating_point):
-        raise ValueError(f"dtype is {dtype!r}; allowed are float32, bfloat16, float16")
-    folder = Path(run_or_model)
-    if (folder / "run.json").is_file():
-        run = RunFolder(folder)
-        if not (run.model / "config.json").is_file():
-            raise ValueError(
-                f"{folder} has no finished student yet; run the same convert command to continue it"
-            )
-        model, tokenizer = _load_hybrid(run.model, wanted), AutoTokenizer.from_pretrained(run.model)
-        if run.adapter.is_dir():
-            with _one_line(run.adapter):
-                attach_adapter(model, run.adapter)
-        return model.to(target).eval(), tokenizer  # type: ignore[arg-type]
-    config = read_json(folder / "config.json") if folder.is_dir() else None
-    if config is not None and config.get("model_type") == HybridConfig.model_type:
-        return _load_hybrid(folder, wanted).to(target).eval(), AutoTokenizer.from_pretrained(folder)  # type: ignore[arg-type]
-    source = resolve_model(str(run_or_model))
-    return load_teacher(source, dtype=wanted or torch.float32, device=target), load_tokenizer(source)
-
-
-def _load_hybrid(folder: Path, dtype: torch.dtype | None) -> HybridForCausalLM:
-    with _one_line(folder):
-        model: HybridForCausalLM = HybridForCausalLM.from_pretrained(folder, dtype=dtype or "auto")
-    return model
-
-
-@contextmanager
-def _one_line(folder: Path) -> Iterator[None]:
-    """What readers of damaged weights raise as a ValueError that names the folder."""
-    try:
-        yield
-    except (SafetensorError, OSError, RuntimeError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(
-            f"{folder} cannot be loaded: {first}; in a run folder, remove {folder.name} and student.json there and run "
-            "the same convert command to have it written again"
-        ) from error
-
-
 @dataclass(frozen=True)
 class Evaluation:
     """Plain values of an evaluation: what was evaluated, how, and the measurements."""
@@ -341,18 +292,24 @@ def evaluate(
             f"length_trick is {length_trick!r}, but {run_or_model} is a hybrid, whose spec says what its positions are; "
             "tricks are for plain teachers"
         )
-    model = with_longer_positions(model, length_trick, max(lengths))  # type: ignore[arg-type]
+    model, plain = with_longer_positions(model, length_trick, max(lengths)), model  # type: ignore[arg-type]
+    stretched = model is not plain
     dtype_name = str(next(model.parameters()).dtype).removeprefix("torch.")
     values: dict[str, Any] = {"model": str(run_or_model), "dtype": dtype_name}
     values |= {"mode": mode, "removal": removal, "scope": scope}
     values |= {name: value for name, value in edits.items() if value is not None}
-    if length_trick != "none":
+    if stretched:
         values["length_trick"] = length_trick
     with ExitStack() as stack:
         say = stack.enter_context(status(progress))
         if note := drift_note(Path(run_or_model), tokenizer, say):
             log.warning("%s", note)
             values["note"] = note
+        if length_trick != "none" and not stretched:
+            log.warning(
+                "length_trick %s: all lengths are within the model's positions; nothing is stretched",
+                length_trick,
+            )
         if note := positions_note(model.config, max(lengths)):
             log.warning("%s", note)
             values["length_note"] = note

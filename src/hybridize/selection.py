@@ -126,11 +126,16 @@ def _again(
 
 def write_selection(selection: Selection, folder: str | Path) -> None:
     """`selection.json` and, where something was measured, its plot by layer, `selection.svg`."""
-    if Path(folder).exists() and not Path(folder).is_dir():
+    folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
         raise ValueError(f"out is {str(folder)!r}, which is no folder; name one")
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    selection.save(Path(folder) / JSON)
-    _draw(selection, Path(folder))
+    if any((part / "run.json").exists() for part in (folder, *folder.resolve().parents)):
+        raise ValueError(
+            f"out is {str(folder)!r}, in a run, whose selection says what its model keeps; name a folder outside"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    selection.save(folder / JSON)
+    _draw(selection, folder)
 
 
 def _draw(selection: Selection, folder: Path) -> None:
@@ -161,14 +166,8 @@ def _stored(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path) -> Selection:
-    """A selection as its JSON says."""
+    """The selection of a run that has just been found whole."""
     whole = _stored(path)
-    if not {"rule", "layers", "keep", "given", "cap"} <= set(whole):
-        run = path.parents[2]
-        raise ValueError(
-            f"{path} is missing or damaged; remove {path.with_name('outcome.json')} and {run / 'student.json'} and run the same "
-            "command again: the scores give it anew"
-        )
     scored = whole["rule"] in SCORED
     return choose(
         whole["rule"],

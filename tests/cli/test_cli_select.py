@@ -282,7 +282,14 @@ def test_a_damaged_selection_of_a_run_says_what_to_do(cli, refused, made):
     for damage in (lambda path: path.write_text("{}"), Path.unlink):
         damage(step / "selection.json")
         said = refused(*arguments)
-        assert f"remove {step / 'outcome.json'} and {made / 'run' / 'student.json'}" in said
+        assert f"remove {step / 'outcome.json'} and run the same command again" in said
         (step / "outcome.json").unlink()
-        (made / "run" / "student.json").unlink()
-        assert kept(cli(*arguments)[1]) == kept(out)
+        assert kept(cli(*arguments)[1]) == kept(out) and (step / "outcome.json").is_file()
+
+
+def test_a_ranking_anew_leaves_a_run_alone(cli, refused, made):
+    cli("select", made / "teacher", "-r", made / "mine.yaml", "-o", made / "run")
+    for folder in (made / "run", made / "run" / "steps" / "1-select", made / "run" / "new"):
+        said = refused("select", made / "run", "--rule", "jet", "-o", folder)
+        assert "in a run, whose selection says what its model keeps; name a folder outside" in said
+    assert not (made / "run" / "selection.json").exists()

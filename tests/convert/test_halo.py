@@ -13,6 +13,7 @@ from tests.convert.bench import read, same, weights
 import hybridize
 from hybridize.convert import compiled, pipeline
 from hybridize.convert.distill import DistillStage
+from hybridize.convert.selection import Selector
 from hybridize.recipe import Recipe, load_recipe
 from hybridize.report.schema import load_results
 from hybridize.select import Score, scores
@@ -113,6 +114,30 @@ def test_a_damaged_selection_says_what_to_do(run, teacher, text, tmp_path):
     path.write_text(path.read_text().replace("1", "2", 1))
     with pytest.raises(ValueError, match=r"selection\.json is missing or damaged; remove .*outcome\.json"):
         convert(teacher, text, copy)
+
+
+def test_a_selection_that_lost_its_outcome_is_made_again_and_no_other(
+    run, teacher, text, tmp_path, monkeypatch
+):
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    outcome = copy / "steps/1-select/outcome.json"
+    outcome.unlink()
+    other = [halo.STEPS[0], {"select": {"rule": "tail", "keep": 2}}, *halo.STEPS[2:]]
+    for lost in (None, copy / "student.json"):
+        if lost is not None:
+            lost.unlink()
+        with pytest.raises(
+            ValueError, match=r"steps.*but .* was begun with .*restore it or choose another folder"
+        ):
+            convert(teacher, text, copy, other)  # what came after it was trained on what it kept
+    with monkeypatch.context() as patched:
+        patched.setattr(Selector, "run", lambda self, say: [0, 2])
+        with pytest.raises(
+            ValueError, match=r"trained with other layers on softmax than the selection keeps \(layer 0\)"
+        ):
+            convert(teacher, text, copy)
+    convert(teacher, text, copy)
+    assert outcome.is_file() and same(weights(copy), weights(run))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

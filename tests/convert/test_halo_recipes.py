@@ -103,6 +103,7 @@ def test_published_budgets_of_qwen3():
         ({"distill": {}}, "steps[0].distill: needs a length"),
         ({"long_context": {"tokens": 1}}, "steps[0].long_context.length: is required"),
         ({"select": {"rule": "uniform", "spread": True}}, "steps[0].select: spread: goes by scores; rule: uniform has none"),
+        ({"select": {"recall": {"samples": 1}}}, "steps[0].select.recall.samples: should be greater than or equal to 2, not 1"),
         ({"select": {"rule": "given"}}, "steps[0].select: layers: names the layers of rule: given"),
         ({"select": {"layers": [1]}}, "steps[0].select: layers: names the layers of rule: given"),
         ({"select": {"rule": "given", "layers": [1, 1]}}, "steps[0].select: layers is [1, 1], which names a layer twice"),

@@ -14,9 +14,17 @@ from torch import nn
 
 import hybridize
 from hybridize.convert.run_folder import read_json
+from hybridize.extend import logit_scale
 from hybridize.extend.logit_scale import parse_bases, parse_logit_scale, search_base, with_logit_scale
 from hybridize.models.modeling import HybridForCausalLM
-from hybridize.spec import ConstantScale, HybridSpec, LogDeclared, LogLength, LogPosition, ResolvedSpec
+from hybridize.spec import (
+    ConstantScale,
+    HybridSpec,
+    LogDeclared,
+    LogLength,
+    LogPosition,
+    ResolvedSpec,
+)
 
 SPEC = HybridSpec.model_validate(
     {
@@ -144,6 +152,36 @@ def test_the_search_finds_the_base_of_the_lowest_loss(best):
     for point in others:
         assert point["change"] == pytest.approx(point["loss"] - plain["loss"])
         assert point["low"] == pytest.approx(point["change"]) == point["high"]
+
+
+def test_no_scale_is_none_at_all_as_it_is_written():
+    """Layers with positions that have a scale of their own keep it under every base, and lose it where `none` wins."""
+    model = Known(None)
+    spec = {"attention": "softmax", "position": "rope", "logit_scale": SCALE}
+    both = HybridSpec.model_validate(
+        {"all": spec, "layers": {"1": {"attention": "softmax", "position": "none"}}}
+    )
+    model.spec = both.resolve(layers=2, heads=4, kv_heads=2, head_dim=8)
+    seen: list[tuple[Any, ...]] = []
+    model.respec = lambda spec: seen.append(tuple(group.logit_scale for group in spec.groups))  # type: ignore[method-assign]
+    search_base(model, torch.ones(1, 7, dtype=torch.long), (100,))
+    assert seen[:2] == [(None, None), (SCALE, LogPosition(base=100))]
+    assert (
+        tuple(group.logit_scale for group in with_logit_scale(model.spec, *parse_logit_scale("none")).groups)
+        == seen[0]
+    )
+
+
+def test_the_best_base_is_written_as_it_was_asked(monkeypatch):
+    monkeypatch.setattr(logit_scale, "build_rows", lambda *_, **__: None)
+    monkeypatch.setattr(logit_scale, "ordered_batches", lambda *_: [])
+    for base in (1234567.0, 1.0000001, 500.0):
+        monkeypatch.setattr(
+            logit_scale, "search_base", lambda *_, base=base, **__: {"best": base, "curve": []}
+        )
+        best = logit_scale.search_on_text(None, None, (base,), False, "text", 8, 1, lambda *_: None)["best"]
+        assert parse_logit_scale(best) == (LogPosition(base=base), False)
+    assert best == "log_position:500"
 
 
 def test_an_interrupted_search_leaves_the_model_as_it_was():

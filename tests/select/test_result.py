@@ -106,6 +106,12 @@ def test_bare_numbers_will_do(tmp_path):
         choose("kl", 8, scores=path)
 
 
+def test_a_byte_order_mark_is_no_score(tmp_path):
+    path = tmp_path / "scores.jsonl"
+    path.write_text('{"layer": 0, "recall": 0.5}\n', encoding="utf-8-sig")
+    assert load_scores(path).recall()[0].value == 0.5
+
+
 def test_broken_files_are_named(tmp_path):
     path = tmp_path / "scores.jsonl"
     with pytest.raises(ValueError, match="no such file"):
@@ -121,6 +127,11 @@ def test_broken_files_are_named(tmp_path):
         ('{"layer": 1000000000000, "recall": 0.5}\n', "lacks layers 0, 1, 2, 3, 4, 5, 6, 7, ... of"),
         ('{"layer": 0, "recall": {"value": null}}\n', "has the value None"),
         ('{"layer": 0, "recall": {"value": 0.5, "standard_error": "x"}}\n', "has the standard_error 'x'"),
+        ('{"layer": 0, "recall": {"value": 0.5, "standard_error": NaN}}\n', "has the standard_error nan"),
+        ('{"layer": 0, "recall": {"value": Infinity}}\n', "has the value inf"),
+        ('{"layer": 0, "recall": {"value": 0.5, "samples": "many"}}\n', "has 'many' samples"),
+        ('{"layer": 0, "recall": {"value": 0.5, "parts": [{"value": 1}]}}\n', "an object with a name"),
+        ('{"layer": 0, "recall": {"value": 0.5, "parts": [{"name": "x"}]}}\n', "has the value None"),
         ('{"by_layer": 5, "format": "hybridize selection", "version": 1}', "by_layer must be a list"),
         ('{"by_layer": [5], "format": "hybridize selection", "version": 1}', "an entry is 5"),
         (

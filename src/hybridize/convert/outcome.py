@@ -58,7 +58,14 @@ def reapply(model: HybridForCausalLM, step: TrainingStep, folder: Path) -> PeftM
     for name, checksum in files.items():
         if not (folder / name).is_file() or sha256_file(folder / name) != checksum:
             raise ValueError(f"{folder / name} is missing or damaged; {remedy}")
-    model.respec(HybridConfig.from_pretrained(folder).spec)  # a schedule of windows ends with another one
+    spec = HybridConfig.from_pretrained(folder).spec
+    for layer, (now, then) in enumerate(zip(model.spec.layers, spec.layers, strict=True)):
+        if [group.attention for group in now.groups] != [group.attention for group in then.groups]:
+            raise ValueError(
+                f"{folder} was trained with other layers on softmax than the selection keeps (layer {layer}); restore the "
+                "selection's selection.json and outcome.json, or take a new run folder"
+            )
+    model.respec(spec)  # a schedule of windows ends with another one
     if TRAINED in files:
         if step.trains_masters:
             model.float()

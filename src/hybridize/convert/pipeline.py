@@ -172,8 +172,18 @@ class _Conversion:
 
     def finished(self, last: int) -> bool:
         """Whether the student after step `last` is saved and everything up to there is measured."""
-        measured = all(self.milestones.measured(_after(self.recipe, index)) for index in range(last + 1))
-        return self.folder.student_after() == last and self.milestones.measured("teacher") and measured
+        steps = list(enumerate(self.recipe.steps[: last + 1]))
+        measured = all(self.milestones.measured(_after(self.recipe, index)) for index, _ in steps)
+        selects = [
+            self.folder.step(index, step.kind) for index, step in steps if isinstance(step, SelectStep)
+        ]
+        chosen = all(selected(folder) is not None for folder in selects)
+        return (
+            self.folder.student_after() == last
+            and self.milestones.measured("teacher")
+            and measured
+            and chosen
+        )
 
     def run(self, last: int) -> None:
         """From the teacher to the saved student after step `last`."""
@@ -281,11 +291,20 @@ class _Conversion:
 
 
 def _undecided(run: RunFolder, recipe: Recipe) -> list[int]:
-    """Selections without an outcome: where a rule refuses its scores, another may be asked in the same folder."""
+    """Selections without an outcome: where a rule refuses its scores, another may be asked in the same folder. Not where a
+    later step has begun, which trains what the selection kept."""
+
+    def begun(index: int) -> bool:
+        return any(
+            run.step(later, step.kind).exists() for later, step in enumerate(recipe.steps) if later > index
+        )
+
     return [
         index
         for index, step in enumerate(recipe.steps)
-        if isinstance(step, SelectStep) and not (run.step(index, step.kind) / "outcome.json").exists()
+        if isinstance(step, SelectStep)
+        and not (run.step(index, step.kind) / "outcome.json").exists()
+        and not begun(index)
     ]
 
 

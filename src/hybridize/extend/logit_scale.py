@@ -130,7 +130,7 @@ def search_base(
     everywhere: bool = False,
     on_progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Measure the held-out loss of a hybrid under `log_position` with each base and without a scale, on the same rows.
+    """Measure the held-out loss of a hybrid under `log_position` with each base and without any scale, on the same rows.
 
     Nothing is loaded again, and the model computes its own spec afterwards. Every position of a row counts: give long rows.
 
@@ -159,7 +159,12 @@ def search_base(
     count = sum(len(row.input_ids_BT) if hasattr(row, "input_ids_BT") else 1 for row in rows)
     own: ResolvedSpec = model.spec
     arms: list[float | None] = [None, *bases]
-    edits = [with_logit_scale(own, None if a is None else LogPosition(base=a), everywhere) for a in arms]
+    edits = [
+        with_logit_scale(own, None, True)
+        if a is None
+        else with_logit_scale(own, LogPosition(base=a), everywhere)
+        for a in arms
+    ]
     results: list[PerplexityResult] = []
     try:
         for spec in edits:
@@ -199,7 +204,7 @@ def search_on_text(
     packed = build_rows(spec, tokenizer, "validation", tokens, progress=say)
     batches = list(ordered_batches(packed, max(1, _TOKENS_AT_ONCE // length), tokens))
     found = search_base(model, batches, bases, everywhere=everywhere, on_progress=partial(say, "searching"))
-    best = "none" if found["best"] is None else f"log_position:{found['best']:g}"
+    best = "none" if found["best"] is None else f"log_position:{found['best']:.17g}"
     if everywhere and found["best"] is not None:
         best += "+everywhere"
     read = sum(len(batch.input_ids_BT) for batch in batches)

@@ -77,8 +77,8 @@ class HybridCache:
         raise ValueError("a hybrid cache cannot be cropped: folded keys cannot be taken out of a state again")
 
     def snapshot(self) -> HybridCache:
-        """A cache that goes on from here without touching this one (prefix reuse). States are never written in place,
-        so nothing is copied."""
+        """A cache that goes on from here without touching this one (prefix reuse). Nothing is copied: what a state shows is
+        never written again, and of two caches that go on from one state only the first writes behind it. One thread at a time."""
         copy = HybridCache(self._groups)
         copy.states = [list(layer) for layer in self.states]
         copy.columns, copy.lengths = self.columns, list(self.lengths) if self.lengths is not None else None

@@ -42,7 +42,7 @@ class RecallProbe(Frozen):
 
     tasks: tuple[str, ...] | None = Field(default=None, min_length=1)
     lengths: tuple[Annotated[int, Field(ge=64)], ...] | None = Field(default=None, min_length=1)
-    samples: int = Field(default=32, ge=1)
+    samples: int = Field(default=32, ge=2)  # one has no standard error, by which ranking by noise is refused
     lm_eval: tuple[str, ...] | None = Field(default=None, min_length=1)
 
     @model_validator(mode="after")

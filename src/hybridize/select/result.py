@@ -82,7 +82,7 @@ class Selection:
     def save(self, path: Path | str) -> None:
         """Write the JSON; the file appears whole or not at all."""
         with atomic_write(path, "w") as file:
-            json.dump(self.to_dict(), file, indent=1)
+            json.dump(self.to_dict(), file, indent=1, allow_nan=False)
             file.write("\n")
 
 
@@ -150,8 +150,8 @@ def _floor(floor: Floor | None, table: ScoreTable) -> float | list[float]:
         return float(floor or 0)
     if floor != STANDARD_ERROR:
         raise ValueError(f"floor is {floor!r}; give a number in [0, 1], or {STANDARD_ERROR}")
-    errors = table.knowledge_errors()
-    if errors is None or not all(map(rules.is_share, errors)):
+    errors = [error for error in table.knowledge_errors() if error is not None and rules.is_share(error)]
+    if len(errors) < len(table.layers):
         raise ValueError(
             f"floor is {STANDARD_ERROR}, but not every layer's knowledge has one; give a number such as 0.01"
         )

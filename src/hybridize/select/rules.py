@@ -71,7 +71,7 @@ def halo(
     cap: float | None = None,
     floor: float | Sequence[float] = 0.0,
     spread: bool = False,
-    recall_se: float | Sequence[float] | None = None,
+    recall_se: float | Sequence[float | None] | None = None,
 ) -> Ranking:
     """Rank by recall lost over knowledge lost.
 
@@ -83,11 +83,11 @@ def halo(
     Args:
         recall, knowledge: R and C in [0, 1], one a layer.
         floor: one for all layers or one a layer, such as the standard errors of C.
-        recall_se: standard errors of R, one a layer or one for all.
+        recall_se: standard errors of R, one a layer (None where it is unknown) or one for all.
 
     Raises:
         ValueError: numbers outside [0, 1] or of different length; a cap that is not positive, a floor outside [0, 1]; R that hardly
-            varies: its largest and smallest value are equal or less than three times the largest standard error apart.
+            varies: its largest and smallest value are equal or less than three times the largest known standard error apart.
     """
     _check_scores("recall", recall)
     _check_scores("knowledge", knowledge)
@@ -119,7 +119,7 @@ def jet(
     *,
     keep: Keep = "1/4",
     spread: bool = False,
-    recall_se: float | Sequence[float] | None = None,
+    recall_se: float | Sequence[float | None] | None = None,
 ) -> Ranking:
     """Rank by the drop of recall against the teacher, all in [0, 1]. Raises ValueError as `halo` does."""
     _check_scores("recall", recall)
@@ -209,18 +209,17 @@ def _check_scores(name: str, values: Sequence[float]) -> None:
             raise ValueError(f"{name} holds {value} (layer {layer}); scores must lie in [0, 1]")
 
 
-def _check_spread(recall: Sequence[float], recall_se: float | Sequence[float] | None) -> None:
+def _check_spread(recall: Sequence[float], recall_se: float | Sequence[float | None] | None) -> None:
     """Refuse a ranking by noise (see `halo`)."""
-    errors = (
-        [0.0] if recall_se is None else [recall_se] if isinstance(recall_se, int | float) else list(recall_se)
-    )
-    if not errors or not all(math.isfinite(error) and error >= 0 for error in errors):
+    given = [recall_se] if recall_se is None or isinstance(recall_se, int | float) else list(recall_se)
+    errors = [error for error in given if error is not None]
+    if not given or not all(math.isfinite(error) and error >= 0 for error in errors):
         raise ValueError(f"recall_se is {recall_se}; it needs standard errors of 0 or more")
-    if len(errors) not in (1, len(recall)):
+    if len(given) not in (1, len(recall)):
         raise ValueError(
-            f"recall_se has {len(errors)} values and recall {len(recall)}; give one a layer, or one for all"
+            f"recall_se has {len(given)} values and recall {len(recall)}; give one a layer, or one for all"
         )
-    spread, error = max(recall) - min(recall), max(errors)
+    spread, error = max(recall) - min(recall), max(errors, default=0.0)
     if len(recall) > 1 and (spread == 0 or spread < 3 * error):
         middle = sum(recall) / len(recall)
         harder = "harder (longer texts, more keys)" if middle > 0.5 else "easier (shorter texts, fewer keys)"

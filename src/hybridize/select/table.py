@@ -29,6 +29,13 @@ class ScorePart:
     standard_error: float | None
     samples: int
 
+    @classmethod
+    def read(cls, plain: Any) -> ScorePart:
+        """From JSON, what `asdict` gave. Raises ValueError for anything else."""
+        if not isinstance(plain, dict) or not isinstance(plain.get("name"), str):
+            raise ValueError(f"a part of a score is {plain!r}; it must be an object with a name")
+        return cls(plain["name"], *_numbers(plain))
+
 
 @dataclass(frozen=True)
 class Score:
@@ -55,12 +62,7 @@ class Score:
             return cls(float(plain))
         if not isinstance(plain, dict) or "value" not in plain:
             raise ValueError(f"a score is {plain!r}; it must be a number, or an object with a value")
-        for key in ("value", "standard_error"):
-            value = plain.get(key)
-            if not isinstance(value, int | float) and (key == "value" or value is not None):
-                raise ValueError(f"a score has the {key} {value!r}; it must be a number")
-        parts = tuple(ScorePart(**part) for part in plain.get("parts", ()))
-        return cls(float(plain["value"]), plain.get("standard_error"), plain.get("samples", 0), parts)
+        return cls(*_numbers(plain), tuple(ScorePart.read(part) for part in plain.get("parts", ())))
 
 
 @dataclass(frozen=True)
@@ -128,18 +130,13 @@ class ScoreTable:
     def losses(self) -> list[float]:
         return [_present(entry.loss, "loss", entry.layer) for entry in self.layers]
 
-    def recall_errors(self) -> list[float] | None:
-        """Standard errors of R by layer; None where one is unknown."""
-        return _errors(self.recall())
+    def recall_errors(self) -> list[float | None]:
+        """The standard error of each layer's R, None where it is unknown."""
+        return [score.standard_error for score in self.recall()]
 
-    def knowledge_errors(self) -> list[float] | None:
-        """Standard errors of C by layer; None where one is unknown."""
-        return _errors(self.knowledge())
-
-
-def _errors(scores: Sequence[Score]) -> list[float] | None:
-    known = [score.standard_error for score in scores if score.standard_error is not None]
-    return known if len(known) == len(scores) else None
+    def knowledge_errors(self) -> list[float | None]:
+        """The standard error of each layer's C, None where it is unknown."""
+        return [score.standard_error for score in self.knowledge()]
 
 
 def load_scores(path: Path | str) -> ScoreTable:
@@ -154,7 +151,7 @@ def load_scores(path: Path | str) -> ScoreTable:
     file = path / SCORES_FILE if path.is_dir() else path
     if not file.exists():
         raise ValueError(f"scores is {str(path)!r}; there is no such file")
-    text = file.read_text(encoding="utf-8", errors="replace")
+    text = file.read_text(encoding="utf-8-sig", errors="replace")
     whole = json_lines.parse(text)
     if whole is not None and "by_layer" in whole:
         if whole.get("format") != FORMAT or whole.get("version") != VERSION:
@@ -176,6 +173,23 @@ def load_scores(path: Path | str) -> ScoreTable:
         number, line = next((i, line) for i, line in enumerate(written, 1) if json_lines.parse(line) is None)
         raise ValueError(f"{file}: line {number} is no JSON object: {line[:60]!r}; a line is {EXAMPLE}")
     return ScoreTable.of(entries, identity, str(file))
+
+
+def _numbers(plain: Mapping[str, Any]) -> tuple[float, float | None, int]:
+    """`value`, `standard_error` (null where it is unknown) and `samples` of a score or of a part of it."""
+    value, error, samples = plain.get("value"), plain.get("standard_error"), plain.get("samples", 0)
+    number: Any
+    for name, number in (("value", value), ("standard_error", error)):
+        real = isinstance(number, int | float) and not isinstance(number, bool) and not math.isinf(number)
+        known = real and (
+            name == "value" or number >= 0
+        )  # rules refuse a value outside [0, 1], a NaN among them
+        if not known and (name == "value" or number is not None):
+            raise ValueError(f"a score has the {name} {number!r}; it must be a number")
+    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 0:
+        raise ValueError(f"a score has {samples!r} samples; it must be a whole number")
+    assert value is not None
+    return float(value), error, samples
 
 
 def _identity(value: Any, file: Path) -> Mapping[str, Any] | None:
