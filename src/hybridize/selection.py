@@ -37,7 +37,7 @@ def select(
 
     Args:
         rule, keep, cap, floor, spread: for a ranking anew (see `hybridize.select.choose`); by default what the scores were
-            ranked by, else halo, 1/4, no cap, no floor and the best anywhere.
+            ranked by or the run's recipe asks, else halo, 1/4, no cap, no floor and the best anywhere.
         out: the run folder; for a ranking anew a folder for selection.json and selection.svg.
         data, overrides, device: see `convert`.
 
@@ -101,11 +101,11 @@ def _again(
     floor: float | str | None,
     spread: bool | None,
 ) -> Selection:
-    path = source if source.is_file() or (source / JSON).is_file() else _folder(source)
-    if path.is_dir():
-        path = path / JSON if (path / JSON).is_file() else path
+    of_a_run = (source / "run.json").is_file() or not (source.is_file() or (source / JSON).is_file())
+    folder = _folder(source) if of_a_run else source
+    path = folder / JSON if (folder / JSON).is_file() else folder
     scores = load_scores(path)
-    before = _stored(path)
+    before = _stored(path) or (_asked(source, folder) if of_a_run else {})
     chosen = rule or before.get("rule") or "halo"
     if chosen == "given":
         raise ValueError(
@@ -122,6 +122,14 @@ def _again(
     if out is not None:
         write_selection(selection, out)
     return selection
+
+
+def _asked(run: Path, folder: Path) -> dict[str, Any]:
+    """What the recipe of a run asks of its selection, which has not chosen yet."""
+    from hybridize.recipe import load_recipe
+
+    step: Any = load_recipe(run / "recipe.yaml").steps[int(folder.name.partition("-")[0])]
+    return {name: getattr(step, name) for name in ("rule", "keep", "cap", "floor", "spread")}
 
 
 def write_selection(selection: Selection, folder: str | Path) -> None:

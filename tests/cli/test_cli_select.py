@@ -221,6 +221,18 @@ def test_a_recipe_runs_up_to_its_selection(cli, made):
     assert json.loads((step / "selection.json").read_text())["rule"] == "halo"  # the run's own stays
 
 
+def test_scores_of_a_run_that_has_not_chosen_are_ranked_as_its_recipe_asks(cli, made):
+    changes = ("--set", "select.rule=jet", "--set", "select.keep=2", "--set", "select.spread=true")
+    cli("select", made / "teacher", "-r", made / "mine.yaml", "-o", made / "run", *changes)
+    step = made / "run" / "steps" / "1-select"
+    (step / "selection.json").unlink()  # as after a sweep that was stopped before it chose
+    shutil.copy(made / "scores.jsonl", step / "scores.jsonl")
+    assert kept(cli("select", made / "run")[1]) == "rule jet, spread: 2 of 4 layers keep softmax: 1, 3"
+    assert kept(cli("select", made / "run", "--rule", "halo", "--keep", "1")[1]).startswith(
+        "rule halo: 1 of 4"
+    )
+
+
 def test_a_run_by_a_rule_that_measures_nothing(cli, refused, made):
     changes = ("--set", "select.rule=uniform", "--set", "select.scores=null")
     cli("select", made / "teacher", "-r", made / "mine.yaml", "-o", made / "run", *changes)

@@ -141,6 +141,17 @@ def test_a_budget_larger_than_the_text_is_told_in_epochs(teacher, text, tmp_path
     assert note in caplog.text
 
 
+def test_bf16_on_a_cpu_that_is_slow_at_it_is_told(teacher, text, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    for precision in ("bf16", "fp32"):
+        caplog.clear()
+        recipe = bench.recipe(text, {"precision": precision})
+        hybridize.convert(
+            str(teacher), recipe, tmp_path / precision, stop_after="0", progress=False, device="cpu"
+        )
+        assert ("precision is bf16, which this CPU" in caplog.text) == (precision == "bf16")
+
+
 def test_a_budget_smaller_than_one_batch_is_told(teacher, text, tmp_path, caplog):
     few = {"tokens": 3 * bench.LENGTH, "validation_rows": 2}
     steps = [{"transfer": few | {"batch": {"rows": 4}}}, {"finetune": few | {"batch": {"rows": 3}}}]

@@ -35,7 +35,7 @@ from hybridize.convert.texts import Budgets, Texts, budgets
 from hybridize.convert.texts import corpus_tokens as _corpus_tokens  # noqa: F401
 from hybridize.data import PackedRows, check_tokenizer
 from hybridize.data.batching import Batch, batches, make_batch
-from hybridize.devices import choose_device, device_name
+from hybridize.devices import bf16_note, choose_device, device_name
 from hybridize.extend.window import with_window
 from hybridize.models.configuration import HybridConfig
 from hybridize.models.families import notes
@@ -122,6 +122,7 @@ def _convert(
             file.write(recipe.to_yaml())
         said = [
             *notes(config),
+            *filter(None, [bf16_note(device) if recipe.precision == "bf16" else None]),
             *budget_notes(recipe),
             *epoch_notes(recipe, texts),
             *far_notes(recipe, texts.base.rows),
