@@ -100,11 +100,8 @@ def test_equal_knowledge_leaves_recall_to_decide():
 def test_flat_recall_is_refused():
     flat, steep = [0.50, 0.52, 0.51], [0.50, 0.80, 0.51]
     same = [0.6, 0.6, 0.6]
-    for errors in (
-        0.01,
-        [0.001, 0.002, 0.01],
-        [None, 0.01, None],
-    ):  # where some are unknown, the others count
+    # where some are unknown, the others count
+    for errors in (0.01, [0.001, 0.002, 0.01], [None, 0.01, None]):
         with pytest.raises(ValueError, match="recall hardly varies over layers: from 0.5 to 0.52"):
             rules.halo(flat, same, recall_se=errors)
         assert rules.halo(steep, same, recall_se=errors).order[0] == 0

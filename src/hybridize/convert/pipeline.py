@@ -120,9 +120,10 @@ def _convert(
         run.claim(identity, _undecided(run, recipe))
         with atomic_write(out / "recipe.yaml", "w") as file:
             file.write(recipe.to_yaml())
+        slow = bf16_note(device) if recipe.precision == "bf16" else None
         said = [
             *notes(config),
-            *filter(None, [bf16_note(device) if recipe.precision == "bf16" else None]),
+            *([slow] if slow else []),
             *budget_notes(recipe),
             *epoch_notes(recipe, texts),
             *far_notes(recipe, texts.base.rows),

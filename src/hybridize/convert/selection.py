@@ -55,17 +55,23 @@ def check_probes(recipe: Recipe, run: RunFolder, config: PreTrainedConfig) -> No
             raise ValueError(f"steps[{index}].select: {error}") from error
 
 
+def _choose(step: SelectStep, layers: int, scores: ScoreTable | Path | None) -> Selection:
+    """What the step's rule makes of the scores."""
+    return choose(
+        step.rule,
+        layers,
+        step.keep,
+        scores=scores,
+        given=step.layers,
+        cap=step.cap,
+        floor=step.floor,
+        spread=step.spread,
+    )
+
+
 def _check_probe(step: SelectStep, config: PreTrainedConfig) -> None:
     if step.scores is not None:
-        choose(
-            step.rule,
-            config.num_hidden_layers,
-            step.keep,
-            scores=Path(step.scores).expanduser(),
-            cap=step.cap,
-            floor=step.floor,
-            spread=step.spread,
-        )
+        _choose(step, config.num_hidden_layers, Path(step.scores).expanduser())
         return
     positions = config.max_position_embeddings
     if step.recall.lengths is not None and max(step.recall.lengths) > positions:
@@ -128,18 +134,8 @@ class Selector:
         began = time.monotonic()
         scores = self._scores(say)
         step, layers = self.step, len(self.model.spec.layers)
-        keep = layers if step.rule == "given" else step.keep
         try:
-            chosen = choose(
-                step.rule,
-                layers,
-                keep,
-                scores=scores,
-                given=step.layers,
-                cap=step.cap,
-                floor=step.floor,
-                spread=step.spread,
-            )
+            chosen = _choose(step, layers, scores)
         except ValueError as error:
             raise ValueError(
                 f"steps[{self.index}].select: {error}; a select that has not chosen may be changed, and the same command goes on"

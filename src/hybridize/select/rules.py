@@ -19,6 +19,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 from numbers import Real
 from typing import Any
 
@@ -192,11 +193,11 @@ def _ends(layers: int, count: int) -> tuple[int, ...]:
 def _rank(scores: Sequence[float], keep: Keep, spread: bool) -> Ranking:
     order = sorted(range(len(scores)), key=lambda layer: (-scores[layer], layer))
     count = count_kept(len(scores), keep)
-    kept = sorted(order[:count])
     if spread:
-        ends = _ends(len(scores), count)
-        blocks = zip((-1, *ends), ends, strict=False)
+        blocks = pairwise((-1, *_ends(len(scores), count)))
         kept = [next(layer for layer in order if before < layer <= end) for before, end in blocks]
+    else:
+        kept = sorted(order[:count])
     return Ranking(tuple(order), tuple(scores), tuple(kept))
 
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from hybridize import json_lines
 
@@ -178,18 +178,19 @@ def load_scores(path: Path | str) -> ScoreTable:
 def _numbers(plain: Mapping[str, Any]) -> tuple[float, float | None, int]:
     """`value`, `standard_error` (null where it is unknown) and `samples` of a score or of a part of it."""
     value, error, samples = plain.get("value"), plain.get("standard_error"), plain.get("samples", 0)
-    number: Any
-    for name, number in (("value", value), ("standard_error", error)):
-        real = isinstance(number, int | float) and not isinstance(number, bool) and not math.isinf(number)
-        known = real and (
-            name == "value" or number >= 0
-        )  # rules refuse a value outside [0, 1], a NaN among them
-        if not known and (name == "value" or number is not None):
-            raise ValueError(f"a score has the {name} {number!r}; it must be a number")
+    if not _is_number(
+        value
+    ):  # NaN and what lies outside [0, 1] are refused by the rules, which name the layer
+        raise ValueError(f"a score has the value {value!r}; it must be a number")
+    if error is not None and not (_is_number(error) and error >= 0):
+        raise ValueError(f"a score has the standard_error {error!r}; it must be a number")
     if isinstance(samples, bool) or not isinstance(samples, int) or samples < 0:
         raise ValueError(f"a score has {samples!r} samples; it must be a whole number")
-    assert value is not None
     return float(value), error, samples
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isinf(value)
 
 
 def _identity(value: Any, file: Path) -> Mapping[str, Any] | None:
