@@ -1,14 +1,14 @@
 """HALO on SmolLM2-135M: its choice of softmax layers against even spacing and other rules, two seeds; the positions of Fig. 4.
 
     python benchmarks/halo_study.py --out runs/halo --jobs 4 --devices 4
-    python benchmarks/halo_study.py --out runs/halo --only floor-42 spread+ce-42 jet-42
+    python benchmarks/halo_study.py --out runs/halo --only floor-42 spread+ce-42 control-42
     python benchmarks/halo_study.py --out runs/halo --only rope nope reversed
 
 Every model is an ordinary run of `hybridize convert` with the shipped recipe `halo-smollm2-135m` (the rule, the seed or the positions
 changed), followed by `hybridize eval`: perplexity on two held-out texts, passkeys, and RULER's single needles (NIAH, the mean of
-single-1 to 3) at lengths up to far beyond the training length. All steps of the recipe (but of `ce`) are distilled from the teacher, so the
-equally tuned teacher is the teacher (its own distributions teach it nothing); it is measured as it is and, beyond its 8,192 positions, under YaRN
-and with a declared NTK base. An interrupted study continues, and calls for different runs add up. benchmarks/results/halo-smollm2-135m.json keeps the figures, the
+single-1 to 3) at lengths up to far beyond the training length. All steps of the recipe are distilled from the teacher, so the
+equally tuned teacher is the teacher (its own distributions teach it nothing); of the `ce` runs it is `control`, the teacher after their long stage.
+Both are measured as they are and, beyond their 8,192 positions, under YaRN and with a declared NTK base. An interrupted study continues, and calls for different runs add up. benchmarks/results/halo-smollm2-135m.json keeps the figures, the
 chosen layers and the single-layer scores, each run with its commit, command and machine.
 """
 
@@ -24,6 +24,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import yaml
 from component_study import rounded
 from lolcats_study import MODEL, ROOT, Job, Places, commit, machine, run
 
@@ -54,6 +55,16 @@ ARMS = {
 """Fig. 4's assignments of positions to (recurrent, softmax) layers, besides HyPE's own (rope, none)."""
 
 
+CONTROL = "control"
+
+
+def tuned_teacher() -> list[str]:
+    """What makes of the recipe the teacher with its last stage alone, on next tokens."""
+    step = yaml.safe_load((ROOT / "recipes" / f"{RECIPE}.yaml").read_text())["steps"][-1]
+    step["long_context"]["objective"] = "ce"
+    return ["spec={all: {attention: softmax}}", f"steps={json.dumps([step])}"]
+
+
 def named(name: str, seed: int, overrides: list[str]) -> Job | None:
     """The run of that name; None where there is no such run. `seed` is that of the names without one."""
     if name in ARMS:
@@ -64,6 +75,8 @@ def named(name: str, seed: int, overrides: list[str]) -> Job | None:
         ]
         return Job(name, RECIPE, [f"seed={seed}", *changes, *overrides])
     kinds, _, own = name.rpartition("-")
+    if own.isdecimal() and kinds == CONTROL:
+        return Job(name, RECIPE, [f"seed={own}", *tuned_teacher(), *overrides])
     if not own.isdecimal() or any(kind not in VARIANTS for kind in kinds.split("+")):
         return None
     changes = [change for kind in kinds.split("+") for change in VARIANTS[kind]]
@@ -167,7 +180,7 @@ def main() -> None:
         name: named(name, options.seeds[0], [*asked, *options.set]) for name in names if name != "teacher"
     }
     if unknown := [name for name, run in found.items() if run is None]:
-        runs = ", ".join([*(f"{kind}-SEED" for kind in VARIANTS), *ARMS, "teacher"])
+        runs = ", ".join([*(f"{kind}-SEED" for kind in (*VARIANTS, CONTROL)), *ARMS, "teacher"])
         parser.error(f"--only names no such runs: {', '.join(unknown)}; there are {runs}")
     chosen = [run for run in found.values() if run is not None]
     path = options.results / "halo-smollm2-135m.json"
@@ -200,36 +213,42 @@ def main() -> None:
         ]
         return {key: value for part in parts for key, value in plain(part).items()}
 
+    def softmax_only(name: str, model: str, environment: dict[str, str]) -> dict[str, Any]:
+        """Of the teacher, or the tuned one: within its positions as it is, beyond them under every length trick."""
+        lengths = options.lengths.split(",")
+        near = ",".join(length for length in lengths if int(length) <= TEACHER_POSITIONS)
+        result = {"evaluation": everything(name, model, near, environment)}
+        beyond = [(needles, length) for length in lengths if int(length) > TEACHER_POSITIONS]
+        for questions, length in (*beyond, (far, str(options.far))):
+            for trick in ("yarn", "dynamic_ntk"):
+                about = [*questions, length, "--length-trick", trick]
+                found = ask(f"{name}.{trick}.{length}", model, about, options.out, environment)
+                result[f"{trick} {length}"] = plain(found)
+        return result
+
+    def hybrid(name: str, model: str, environment: dict[str, str]) -> dict[str, Any]:
+        result = {"evaluation": everything(name, model, options.lengths, environment)}
+        about = [*far, str(options.far)]
+        result["far"] = plain(ask(f"{name}.far", model, about, options.out, environment))
+        result["selection"] = selection(Path(model))
+        return result
+
     def convert(job: Job) -> tuple[str, dict[str, Any]]:
         folder = options.out / job.name
         continued = folder.exists()
+        measured = softmax_only if job.name.startswith(f"{CONTROL}-") else hybrid
         with places.one() as environment:
             result = run(job, options.out, environment)
             result.pop("milestones")
             if continued:
                 result["seconds"] = None  # only the last call's are known; the stages have their own
             if result["exit"] == 0:
-                result["evaluation"] = everything(job.name, str(folder), options.lengths, environment)
-                about = [*far, str(options.far)]
-                result["far"] = plain(ask(f"{job.name}.far", str(folder), about, options.out, environment))
-                result["selection"] = selection(folder)
+                result.update(measured(job.name, str(folder), environment))
         return job.name, result
 
     def teacher() -> tuple[str, dict[str, Any]]:
-        lengths = options.lengths.split(",")
-        near = ",".join(length for length in lengths if int(length) <= TEACHER_POSITIONS)
         with places.one() as environment:
-            result: dict[str, Any] = {
-                "exit": 0,
-                "evaluation": everything("teacher", MODEL, near, environment),
-            }
-            beyond = [(needles, length) for length in lengths if int(length) > TEACHER_POSITIONS]
-            for questions, length in (*beyond, (far, str(options.far))):
-                for trick in ("yarn", "dynamic_ntk"):
-                    about = [*questions, length, "--length-trick", trick]
-                    found = ask(f"teacher.{trick}.{length}", MODEL, about, options.out, environment)
-                    result[f"{trick} {length}"] = plain(found)
-        return "teacher", result
+            return "teacher", {"exit": 0, **softmax_only("teacher", MODEL, environment)}
 
     with ThreadPoolExecutor(options.jobs) as pool:
         waiting = [pool.submit(convert, job) for job in chosen]

@@ -261,7 +261,7 @@ def evaluate(
             `evals.ruler.run_ruler`.
         records: folder of RULER's answers, from which a stopped evaluation goes on; by default `ruler` in a hybrid's
             folder, and none for teachers.
-        length_trick: positions of a plain teacher up to the longest of `lengths`: `yarn` or `dynamic_ntk`, see
+        length_trick: positions of a teacher, or a control, up to the longest of `lengths`: `yarn` or `dynamic_ntk`, see
             `evals.length_tricks`.
         window, mix, logit_scale: see `extend`.
     """
@@ -287,13 +287,14 @@ def evaluate(
     hybrid = model if isinstance(model, HybridForCausalLM) else None
     if hybrid is None and mode != "hybrid":
         raise ValueError(f"mode is {mode!r}, but {run_or_model} is no hybrid: there is no branch to remove")
-    if hybrid is not None and length_trick != "none":
+    if hybrid is not None and length_trick != "none" and not hybrid.spec.is_the_teachers:
         raise ValueError(
             f"length_trick is {length_trick!r}, but {run_or_model} is a hybrid, whose spec says what its positions are; "
-            "tricks are for plain teachers"
+            "tricks are for teachers and controls"
         )
     model, plain = with_longer_positions(model, length_trick, max(lengths)), model  # type: ignore[arg-type]
     stretched = model is not plain
+    hybrid = model if isinstance(model, HybridForCausalLM) else None
     dtype_name = str(next(model.parameters()).dtype).removeprefix("torch.")
     values: dict[str, Any] = {"model": str(run_or_model), "dtype": dtype_name}
     values |= {"mode": mode, "removal": removal, "scope": scope}

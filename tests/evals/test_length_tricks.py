@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hybridize.evals.length_tricks import positions_note, with_length_trick, with_longer_positions
+from hybridize.models.surgery import softmax_teacher
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -117,6 +119,25 @@ def test_a_loaded_teacher_is_stretched_around_its_own_weights(tied: bool, tmp_pa
     assert longer.lm_head.weight.data_ptr() == teacher.lm_head.weight.data_ptr() and not longer.training
     assert with_longer_positions(teacher, "yarn", 100) is teacher
     assert with_longer_positions(teacher, "none", 10**6) is teacher
+
+
+@pytest.mark.parametrize("trick", ["yarn", "dynamic_ntk"])
+@torch.no_grad()
+def test_a_control_is_stretched_as_its_teacher(trick: Any) -> None:
+    teacher = tiny_model("llama", rope_parameters=dict(ROPE), num_hidden_layers=2)
+    ids_BT = torch.arange(3, 128)[None].repeat(1, 6)
+    expected = with_longer_positions(teacher, trick, 1024)(ids_BT).logits
+    control = softmax_teacher(copy.deepcopy(teacher))
+    plain = control(ids_BT).logits
+    longer = with_longer_positions(control, trick, 1024)
+    assert (
+        type(longer) is type(control)
+        and longer.lm_head.weight.data_ptr() == control.lm_head.weight.data_ptr()
+    )
+    torch.testing.assert_close(longer(ids_BT).logits, expected, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(longer(ids_BT).logits, plain, atol=1e-3)
+    torch.testing.assert_close(control(ids_BT).logits, plain, rtol=0, atol=0)
+    assert with_longer_positions(control, trick, 100) is control
 
 
 def test_lengths_beyond_the_positions_are_told() -> None:

@@ -30,16 +30,17 @@ def with_length_trick(config: PreTrainedConfig, trick: Trick, length: int) -> Pr
     Layers that see a sliding window or chunks only, where the config gives them positions of their own, stay as they are.
 
     Raises:
-        ValueError: an unknown trick, a hybrid's config (its spec holds its positions), no rotary positions, or positions
-            that are scaled already, where the two scalings would not add up.
+        ValueError: an unknown trick, a hybrid's config (its spec holds its positions; a control, whose every layer is the
+            teacher's, is none), no rotary positions, or positions that are scaled already, where the two scalings would not
+            add up.
     """
     if trick not in get_args(Trick):
         raise ValueError(f"trick is {trick!r}; {nearest(trick, get_args(Trick))}")
     if trick == "none":
         return config
-    if isinstance(config, HybridConfig):
+    if isinstance(config, HybridConfig) and not config.spec.is_the_teachers:
         raise ValueError(
-            "config is a hybrid's, whose spec holds its positions; length tricks are for plain teachers"
+            "config is a hybrid's, whose spec holds its positions; length tricks are for teachers and controls"
         )
     ropes, trained = (
         getattr(config, "rope_parameters", None),
@@ -68,8 +69,8 @@ def with_length_trick(config: PreTrainedConfig, trick: Trick, length: int) -> Pr
 
 
 def with_longer_positions(model: PreTrainedModel, trick: Trick, length: int) -> PreTrainedModel:
-    """A teacher built again by `with_length_trick`'s config around the same weights (nothing is copied); `model` itself where
-    the config stays. Raises ValueError as that does."""
+    """A teacher (or a control) built again by `with_length_trick`'s config around the same weights (nothing is copied);
+    `model` itself where the config stays. Raises ValueError as that does."""
     config = with_length_trick(model.config, trick, length)
     if config is model.config:
         return model
