@@ -1,8 +1,10 @@
 """The recipe format: what it accepts, and every way in which it says no."""
 
+import copy
 import json
 
 import pytest
+import yaml
 
 from hybridize.recipe import (
     Constant,
@@ -230,6 +232,16 @@ def test_overrides_by_path_and_by_step(tmp_path):
     assert recipe.steps[0].tokens == 1_000_000 and recipe.steps[1].lora.rank == 4
     assert recipe.spec.all.groups[0].window.size == 32 and recipe.data.source == "a.txt" and recipe.seed == 7
     assert load_recipe("demo", {"transfer.lr": 0.5}).steps[0].lr == 0.5
+
+
+def test_a_recipe_as_plain_data():
+    raw = yaml.safe_load(recipe_path("demo").read_text("utf-8"))
+    before = copy.deepcopy(raw)
+    for changes in ([], ["transfer.lr=0.5"]):
+        assert load_recipe(raw, changes).to_dict() == load_recipe("demo", changes).to_dict()
+    assert raw == before
+    with pytest.raises(RecipeError, match="did you mean 'steps'"):
+        load_recipe({"spec": raw["spec"], "step": raw["steps"]})
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 def convert(
     model: str,
-    recipe: str | Path | Recipe,
+    recipe: str | Path | Mapping[str, Any] | Recipe,
     out: str | Path,
     *,
     data: str | Path | Sequence[str] | None = None,
@@ -47,7 +47,7 @@ def convert(
 
     Args:
         model: hub id, local folder, GGUF file or alias.
-        recipe: a recipe, its file, or the name of one that ships; `overrides` change it (see `load_recipe`).
+        recipe: a recipe, its file, the name of one that ships, or plain data; `overrides` change it (see `load_recipe`).
         data: text, or several, in place of the recipe's source.
         device: `cpu`, `cuda`, ...; by default the GPU where there is one.
         stop_after: a step's name or number.
@@ -72,7 +72,7 @@ def convert(
     if isinstance(recipe, Recipe):
         if changes:
             raise ValueError(
-                "overrides and data need a recipe's name or file, not a Recipe object; change the object instead"
+                "overrides and data need a recipe's name, file or plain data, not a Recipe object; change the object instead"
             )
         chosen = recipe
     else:

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hybridize.convert.run_folder import RunFolder, read_json, versions, write_json
+from hybridize.convert.run_folder import OUTCOME, RunFolder, read_json, versions, write_json
 from hybridize.convert.status import Say, status
 from hybridize.data import DataSpec
 from hybridize.data.batching import Batch, held_out_texts
@@ -119,7 +119,7 @@ class Milestones:
         before = {new["name"]: old for old, new in pairwise(stages)}
         rows = [_row(entry, before.get(entry["name"])) for entry in entries]
         outcomes = {
-            f"{index}-{step.kind}": read_json(self.run.step(index, step.kind) / "outcome.json")
+            f"{index}-{step.kind}": read_json(self.run.step(index, step.kind) / OUTCOME)
             for index, step in enumerate(recipe.steps)
         }
         done = {name: outcome for name, outcome in outcomes.items() if outcome is not None}

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from hybridize.atomic import atomic_folder, full_disk_explained, sha256_file
 from hybridize.convert.finetune import attach_adapter
-from hybridize.convert.run_folder import read_json
+from hybridize.convert.run_folder import OUTCOME, read_json
 from hybridize.convert.stages import AnyStage
 from hybridize.models.configuration import HybridConfig
 from hybridize.models.modeling import HybridForCausalLM
@@ -49,7 +49,7 @@ def reapply(model: HybridForCausalLM, step: TrainingStep, folder: Path) -> PeftM
 
     Raises ValueError for a file that is missing, damaged or does not fit.
     """
-    path = folder / "outcome.json"
+    path = folder / OUTCOME
     remedy = f"remove {path} and run the same command again: the step's last checkpoint gives it anew"
     outcome = read_json(path)
     files = outcome.get("files") if isinstance(outcome, dict) else None

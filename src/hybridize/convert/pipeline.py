@@ -26,7 +26,7 @@ from hybridize.convert.compiled import check_compiler
 from hybridize.convert.finetune import merge
 from hybridize.convert.measure import Milestones
 from hybridize.convert.outcome import reapply, store
-from hybridize.convert.run_folder import RunFolder, read_json, write_json
+from hybridize.convert.run_folder import OUTCOME, RunFolder, read_json, write_json
 from hybridize.convert.selection import Selector, check_probes, keep_layers, selected
 from hybridize.convert.stages import lora_of, make_stage, step_seed, train_config
 from hybridize.convert.status import status
@@ -101,9 +101,7 @@ def _convert(
     run = RunFolder(out)
     check_probes(recipe, run, config)
     left = [
-        index
-        for index, step in enumerate(recipe.steps[: last + 1])
-        if not (run.step(index, step.kind) / "outcome.json").exists()
+        index for index, step in enumerate(recipe.steps[: last + 1]) if not run.finished(index, step.kind)
     ]
     check_compiler(recipe, device, left)
     with run.locked():
@@ -206,7 +204,7 @@ class _Conversion:
                 self._calibrate(model)
             elif isinstance(step, SelectStep):
                 self._select(model, index, folder)
-            elif read_json(folder / "outcome.json") is None:
+            elif read_json(folder / OUTCOME) is None:
                 adapted = self._train(model, step, index, folder)
             else:
                 adapted = reapply(model, step, folder)
@@ -262,7 +260,7 @@ class _Conversion:
         stage.finish()
         adapted = getattr(stage, "adapted", None)
         outcome = {**asdict(result), "device": device_name(model.device)}
-        write_json(folder / "outcome.json", {**outcome, "files": store(folder, model, stage, adapted)})
+        write_json(folder / OUTCOME, {**outcome, "files": store(folder, model, stage, adapted)})
         return adapted
 
     def _layer_errors(self, stage: TeacherForced) -> list[float]:
@@ -304,9 +302,7 @@ def _undecided(run: RunFolder, recipe: Recipe) -> list[int]:
     return [
         index
         for index, step in enumerate(recipe.steps)
-        if isinstance(step, SelectStep)
-        and not (run.step(index, step.kind) / "outcome.json").exists()
-        and not begun(index)
+        if isinstance(step, SelectStep) and not run.finished(index, step.kind) and not begun(index)
     ]
 
 

@@ -26,6 +26,9 @@ from typing import Any
 from hybridize.atomic import atomic_write
 from hybridize.train.process import command_line
 
+OUTCOME = "outcome.json"
+"""What a finished step leaves in its folder, last."""
+
 _OWN = ("model", "adapter", "steps", "recipe.yaml", "results.json")
 _REMEDY = "restore the file, or remove it and run the same command again to have it made anew"
 
@@ -55,6 +58,9 @@ class RunFolder:
 
     def step(self, index: int, kind: str) -> Path:
         return self.path / "steps" / f"{index}-{kind}"
+
+    def finished(self, index: int, kind: str) -> bool:
+        return (self.step(index, kind) / OUTCOME).exists()
 
     @contextmanager
     def locked(self) -> Iterator[None]:

@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from hybridize.atomic import sha256_file
 from hybridize.convert.distill import DistillStage
-from hybridize.convert.run_folder import RunFolder, read_json, write_json
+from hybridize.convert.run_folder import OUTCOME, RunFolder, read_json, write_json
 from hybridize.convert.stages import Teacher, train_config
 from hybridize.convert.status import Say
 from hybridize.convert.texts import Text
@@ -35,7 +35,7 @@ from hybridize.recipe import DistillStep, KnowledgeProbe, RecallProbe, Recipe, S
 from hybridize.select import ScoreTable, Selection, choose, load_scores
 from hybridize.train import train
 
-SELECTION, OUTCOME = "selection.json", "outcome.json"
+SELECTION = "selection.json"
 NEVER = 1e9
 DOCUMENTS = 5000
 """Held-out documents that the cloze questions are taken from; a hub dataset has no end to wait for."""
@@ -47,7 +47,7 @@ def check_probes(recipe: Recipe, run: RunFolder, config: PreTrainedConfig) -> No
     for index, step in enumerate(recipe.steps):
         if not isinstance(step, SelectStep) or step.rule not in ("halo", "jet"):
             continue
-        if (run.step(index, step.kind) / OUTCOME).exists():
+        if run.finished(index, step.kind):
             continue
         try:
             _check_probe(step, config)

@@ -5,7 +5,7 @@ Nothing is downloaded but the config (and, for an alias, the file that holds it)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -119,8 +119,8 @@ MEMORY_FORMULA = (
 )
 
 
-def plan(model: str, recipe: Recipe | str | Path) -> Plan:
-    """What `recipe` (or the recipe of this name or path) needs on `model` (hub id, folder, GGUF file or alias).
+def plan(model: str, recipe: Recipe | str | Path | Mapping[str, Any]) -> Plan:
+    """What `recipe` (or the recipe of this name or path, or plain data) needs on `model` (hub id, folder, GGUF file or alias).
 
     Raises:
         RecipeError: the recipe has problems.

@@ -70,9 +70,9 @@ def copy_recipe(name: str, destination: str | Path = ".") -> Path:
 
 
 def load_recipe(
-    path_or_name: str | Path, overrides: Mapping[str, Any] | Sequence[str] | None = None
+    recipe: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | Sequence[str] | None = None
 ) -> Recipe:
-    """Read and check a recipe.
+    """Read and check a recipe: a file, the name of one that ships, or its content as plain data.
 
     `overrides` change values before the check: a mapping `{"data.length": 512}` or texts such as `data.length=512`.
     A path may start at a step: `steps[0].transfer.tokens` or, where one such step exists, `transfer.tokens`.
@@ -80,17 +80,19 @@ def load_recipe(
     Raises:
         RecipeError: with every problem found, one line each.
     """
-    path = recipe_path(path_or_name)
+    if isinstance(recipe, Mapping):
+        return Recipe.from_dict(_overridden(recipe, overrides or {}, "recipe"))
+    path = recipe_path(recipe)
     text = path.read_text("utf-8")
     try:
         raw = yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         where = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise RecipeError(str(path), [f"is not YAML: {error.problem}{where}"]) from None
-    recipe = Recipe.from_dict(_overridden(raw, overrides or {}, str(path)), source=str(path))
-    recipe._name = path.stem
-    recipe._header = _read_header(text)
-    return recipe
+    read = Recipe.from_dict(_overridden(raw, overrides or {}, str(path)), source=str(path))
+    read._name = path.stem
+    read._header = _read_header(text)
+    return read
 
 
 def _shipped_folder() -> Path:
