@@ -56,6 +56,7 @@ ARMS = {
 
 
 CONTROL = "control"
+"""The name of the teacher's own runs."""
 
 
 def tuned_teacher() -> list[str]:
@@ -76,7 +77,9 @@ def named(name: str, seed: int, overrides: list[str]) -> Job | None:
         return Job(name, RECIPE, [f"seed={seed}", *changes, *overrides])
     kinds, _, own = name.rpartition("-")
     if own.isdecimal() and kinds == CONTROL:
-        return Job(name, RECIPE, [f"seed={own}", *tuned_teacher(), *overrides])
+        lacks = tuple(f"{kind}." for kind in ("transfer", "select", "distill"))
+        shared = [change for change in overrides if not change.startswith(lacks)]
+        return Job(name, RECIPE, [f"seed={own}", *tuned_teacher(), *shared])
     if not own.isdecimal() or any(kind not in VARIANTS for kind in kinds.split("+")):
         return None
     changes = [change for kind in kinds.split("+") for change in VARIANTS[kind]]

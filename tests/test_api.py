@@ -145,6 +145,29 @@ def test_a_teacher_is_stretched_to_the_longest_length(teacher, text, tmp_path, a
     )
 
 
+def test_a_control_is_stretched_as_its_teacher(text, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from hybridize.models.surgery import softmax_teacher
+
+    plain, control = tmp_path / "plain", tmp_path / "control"
+    bench.write_teacher(plain, rope_parameters={"rope_type": "default", "rope_theta": 10_000.0})
+    softmax_teacher(AutoModelForCausalLM.from_pretrained(plain)).save_pretrained(control)
+    AutoTokenizer.from_pretrained(plain).save_pretrained(control)
+    options = {"lengths": [600], "ruler": ["niah_single_1"], "samples": 1, "length_trick": "yarn"}
+    options |= {"tasks": ["perplexity"], "texts": [str(long_text(tmp_path))]}
+    ours, theirs = (evaluate(target, text, **options) for target in (control, plain))
+    nll, expected = (next(iter(found["perplexity"].values()))["nll"] for found in (ours, theirs))
+    assert nll == pytest.approx(expected, rel=1e-5) and ours["length_trick"] == "yarn"
+    assert ours["ruler"]["records"] == str(control / "ruler")  # as without the trick, under other names
+    evaluate(control, text, **options | {"length_trick": "none"})
+    assert len(list((control / "ruler").iterdir())) == 2
+    with pytest.raises(
+        ValueError, match="^mode is 'linear_only' with length_trick 'yarn': a control has no branch"
+    ):
+        evaluate(control, text, mode="linear_only", **options)
+
+
 def long_text(folder: Path) -> Path:
     """A text whose test split has a row of 600 tokens."""
     target = folder / "long"
@@ -165,6 +188,9 @@ def long_text(folder: Path) -> Path:
         ({"batch_tokens": 512}, "^batch_tokens is of RULER's tasks"),
         ({"records": "answers"}, "^records is of RULER's tasks"),
         ({"ruler_scorer": "lm-eval"}, "^ruler_scorer is of RULER's tasks"),
+        ({"limit": 3}, "^limit is of lm-eval's tasks, and none is asked"),
+        ({"shots": 2}, "^shots is of lm-eval's tasks"),
+        ({"include_path": "nowhere"}, "^include_path is of lm-eval's tasks"),
         ({"length_trick": "yarn"}, "^length_trick is 'yarn', but .* is a hybrid"),
         ({"logit_scale": "log_position:500"}, "^logit_scale: the spec has no full softmax attention"),
         ({"tasks": ["perplexty"]}, "^tasks contains 'perplexty'; did you mean 'perplexity'"),

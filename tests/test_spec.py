@@ -313,16 +313,3 @@ def test_another_version_is_refused():
         ResolvedSpec.model_validate({**stored, "version": 2})
     with pytest.raises(ValidationError, match="frozen"):
         resolve({"all": MIXED}).version = 2
-
-
-def test_the_teachers_own_layers_are_told_from_changed_ones():
-    assert resolve({"all": SOFTMAX}).is_the_teachers
-    changes = (
-        {"position": "none"},
-        {"output_gate": True},
-        {"heads": "expand"},
-        {"window": {"kind": "sliding", "size": 8}},
-    )
-    for change in changes:
-        assert not resolve({"all": SOFTMAX, "layers": {"0": {**SOFTMAX, **change}}}).is_the_teachers
-    assert not resolve({"all": MIXED}).is_the_teachers

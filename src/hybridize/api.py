@@ -182,6 +182,9 @@ def extend(
     if bases:
         with status(progress) as say:
             found = search_on_text(model, tokenizer, bases, everywhere, text, length, rows, say)
+        if note := positions_note(model.config, length):
+            log.warning("%s", note)
+            found["length_note"] = note
         record |= {"logit_scale": found["best"], "search": found}
         model.respec(_edits(None, None, found["best"])["logit_scale"](model.spec))  # type: ignore[operator, arg-type]
     with atomic_folder(folder) as fresh, full_disk_explained(folder):
@@ -287,14 +290,19 @@ def evaluate(
     hybrid = model if isinstance(model, HybridForCausalLM) else None
     if hybrid is None and mode != "hybrid":
         raise ValueError(f"mode is {mode!r}, but {run_or_model} is no hybrid: there is no branch to remove")
-    if hybrid is not None and length_trick != "none" and not hybrid.spec.is_the_teachers:
+    if length_trick != "none" and hybrid is not None and not hybrid.is_a_control:
         raise ValueError(
             f"length_trick is {length_trick!r}, but {run_or_model} is a hybrid, whose spec says what its positions are; "
             "tricks are for teachers and controls"
         )
-    model, plain = with_longer_positions(model, length_trick, max(lengths)), model  # type: ignore[arg-type]
-    stretched = model is not plain
-    hybrid = model if isinstance(model, HybridForCausalLM) else None
+    if length_trick != "none" and mode != "hybrid":
+        raise ValueError(
+            f"mode is {mode!r} with length_trick {length_trick!r}: a control has no branch to remove"
+        )
+    folder = Path(run_or_model) / "ruler" if hybrid is not None else None
+    model, loaded = with_longer_positions(model, length_trick, max(lengths)), model  # type: ignore[arg-type]
+    stretched = model is not loaded
+    hybrid = None if stretched else hybrid
     dtype_name = str(next(model.parameters()).dtype).removeprefix("torch.")
     values: dict[str, Any] = {"model": str(run_or_model), "dtype": dtype_name}
     values |= {"mode": mode, "removal": removal, "scope": scope}
@@ -324,7 +332,6 @@ def evaluate(
             stack.enter_context(hybrid.override(mode, removal, scope))  # type: ignore[arg-type]
             values["effective_spec"] = hybrid.effective_spec["override"]
             split_at = first_far_position(hybrid.spec.groups)
-        folder = Path(run_or_model) / "ruler" if hybrid is not None else None
         values |= questions.ask(model, tokenizer, split_at=split_at, folder=folder, say=say)
         return Evaluation(values)
 

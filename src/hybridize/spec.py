@@ -181,12 +181,6 @@ class ResolvedSpec(Frozen):
     def groups(self) -> list[GroupSpec]:
         return [group for layer in self.layers for group in layer.groups]
 
-    @property
-    def is_the_teachers(self) -> bool:
-        """Whether every head computes the teacher's own attention, as `SOFTMAX` has it."""
-        own = GroupSpec(attention="softmax").completed()
-        return all(group.model_copy(update={"heads": own.heads}) == own for group in self.groups)
-
 
 def parse_layers(text: str) -> list[int]:
     """Layer numbers (from 0) of a text such as `0-3,8`; both ends of a range are included."""

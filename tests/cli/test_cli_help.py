@@ -22,6 +22,7 @@ def test_help_names_every_verb():
 def test_verb_help(verb):
     result = CliRunner().invoke(app, [*verb.split(), "--help"])
     assert result.exit_code == 0 and "Usage" in result.output
+    assert "''" not in result.output  # an example in brackets, taken for markup
 
 
 def test_no_help_imports_a_heavy_library():

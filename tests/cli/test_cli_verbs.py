@@ -331,6 +331,8 @@ def test_extend_hands_over(cli, record, tmp_path):
 
 def test_extend_prints_the_search(cli, record, tmp_path):
     calls = record("extend", result=tmp_path)
+    cli("extend", "run", "--search-base", "", "-o", tmp_path)  # refused by the call, not taken for none
+    assert calls.pop()[1]["search_bases"] == ""
     none = {"base": None, "loss": 2.5, "standard_error": 0.1, "change": 0.0, "low": 0.0, "high": 0.0}
     curve = [none, {**none, "base": 100.0, "loss": 2.25, "change": -0.25, "low": -0.31, "high": -0.19}]
     curve += [{**none, "base": 300.0, "loss": 2.4, "change": -0.1}]

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hybridize.evals.length_tricks import positions_note, with_length_trick, with_longer_positions
-from hybridize.models.surgery import softmax_teacher
+from hybridize.models.surgery import hybridize_model
+from hybridize.spec import HybridSpec
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -122,22 +123,42 @@ def test_a_loaded_teacher_is_stretched_around_its_own_weights(tied: bool, tmp_pa
 
 
 @pytest.mark.parametrize("trick", ["yarn", "dynamic_ntk"])
+@pytest.mark.parametrize("position", [None, "rope"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma2"])
 @torch.no_grad()
-def test_a_control_is_stretched_as_its_teacher(trick: Any) -> None:
-    teacher = tiny_model("llama", rope_parameters=dict(ROPE), num_hidden_layers=2)
+def test_a_control_is_stretched_as_its_teacher(family: str, position: Any, trick: Any) -> None:
+    teacher = tiny_model(family, **FAMILIES.get(family, {}))
     ids_BT = torch.arange(3, 128)[None].repeat(1, 6)
-    expected = with_longer_positions(teacher, trick, 1024)(ids_BT).logits
-    control = softmax_teacher(copy.deepcopy(teacher))
+    length = 4 * teacher.config.max_position_embeddings
+    expected = with_longer_positions(teacher, trick, length)(ids_BT).logits
+    group = {"attention": "softmax", "position": position}
+    control = hybridize_model(copy.deepcopy(teacher), HybridSpec.model_validate({"all": group}))
     plain = control(ids_BT).logits
-    longer = with_longer_positions(control, trick, 1024)
-    assert (
-        type(longer) is type(control)
-        and longer.lm_head.weight.data_ptr() == control.lm_head.weight.data_ptr()
-    )
-    torch.testing.assert_close(longer(ids_BT).logits, expected, rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(longer(ids_BT).logits, plain, atol=1e-3)
+    longer = with_longer_positions(control, trick, length)
+    assert type(longer) is type(teacher)
+    assert longer.lm_head.weight.data_ptr() == control.lm_head.weight.data_ptr()
+    torch.testing.assert_close(longer(ids_BT).logits, expected, rtol=1e-4, atol=3e-5)
+    assert not torch.allclose(expected, plain, atol=1e-4)
     torch.testing.assert_close(control(ids_BT).logits, plain, rtol=0, atol=0)
     assert with_longer_positions(control, trick, 100) is control
+
+
+def test_a_hybrid_is_no_control() -> None:
+    softmax = {"attention": "softmax"}
+    teacher = tiny_model("llama", num_hidden_layers=2)
+    for change in (
+        {"position": "none"},
+        {"output_gate": True},
+        {"heads": "expand"},
+        {"qk_norm": True},
+        {"window": {"kind": "sliding", "size": 8}},
+        {"logit_scale": {"kind": "constant", "value": 2.0}},
+    ):
+        spec = HybridSpec.model_validate({"all": softmax, "layers": {"0": {**softmax, **change}}})
+        model = hybridize_model(copy.deepcopy(teacher), spec)
+        assert not model.is_a_control
+        with pytest.raises(ValueError, match="config is a hybrid's"):
+            with_longer_positions(model, "yarn", 2048)
 
 
 def test_lengths_beyond_the_positions_are_told() -> None:

@@ -250,9 +250,20 @@ def test_a_searched_checkpoint_keeps_the_best_base(checkpoint, tmp_path, monkeyp
     losses = {point["base"]: point["loss"] for point in search["curve"]}
     best = min(losses, key=lambda base: losses[base])
     assert list(losses) == [None, 5, 50] and len(set(losses.values())) == 3
+    assert "length_note" not in search
     assert search["best"] == ("none" if best is None else f"log_position:{best:g}")
     student, _ = hybridize.load(out, device="cpu")
     assert student.spec.groups[0].logit_scale == (None if best is None else LogPosition(base=best))
+
+
+def test_a_search_beyond_the_positions_says_so(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setenv("HYBRIDIZE_CACHE", str(tmp_path / "cache"))
+    text = bench.write_text(tmp_path / "text")
+    beyond = hybridize.load(checkpoint, device="cpu")[0].config.max_position_embeddings + 8
+    out = hybridize.extend(
+        checkpoint, tmp_path / "out", search_bases="5", text=str(text), length=beyond, rows=1, device="cpu", progress=False
+    )  # fmt: skip
+    assert f"beyond the {beyond - 8} positions" in read_json(out / "extend.json")["search"]["length_note"]
 
 
 def test_extend_refuses(checkpoint, tmp_path):
@@ -260,6 +271,7 @@ def test_extend_refuses(checkpoint, tmp_path):
         ({}, "nothing to change"),
         ({"logit_scale": "log_position:5", "search_bases": "5"}, "exclude each other"),
         ({"search_bases": "5,one"}, "^bases is '5,one'"),
+        ({"search_bases": "", "logit_scale": "log_position:5"}, "^bases is ''"),
         ({"logit_scale": "log_position:"}, "^logit_scale is 'log_position:'"),
     ):
         with pytest.raises(ValueError, match=words):

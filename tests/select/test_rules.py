@@ -205,7 +205,7 @@ def test_shares_round_down_and_keep_one_at_least(layers, keep, count):
 
 
 @pytest.mark.parametrize(
-    "keep", [0, -1, 9, "0", "9", "5/4", 0.0, 1.0, 1.5, "x", "1/0", True, None, float("nan")]
+    "keep", [0, -1, 9, "0", "9", "5/4", 0.0, 1.0, "1.0", "1e0", 1.5, "x", "1/0", True, None, float("nan")]
 )
 def test_other_values_of_keep_are_refused(keep):
     with pytest.raises(ValueError, match="keep is"):

@@ -21,7 +21,7 @@ def convert(
         typer.Option(
             metavar="SRC",
             help="Text in place of the recipe's: docstrings, package_code, recall, code, a file, a folder or a hub dataset; or "
-            "several: '[docstrings, package_code]'.",
+            "several: '\\[docstrings, package_code]'.",
         ),
     ] = None,
     set_: SetOption = None,
@@ -29,7 +29,8 @@ def convert(
     stop_after: Annotated[
         str | None,
         typer.Option(
-            metavar="STEP", help="Stop after this step of the recipe: transfer, finetune or its number."
+            metavar="STEP",
+            help="Stop after this step of the recipe: its kind (transfer, select, distill, ...) or its number.",
         ),
     ] = None,
 ) -> None:

@@ -52,7 +52,7 @@ def extend(
         window=window,
         mix=mix,
         logit_scale=logit_scale,
-        search_bases=search_base or (),
+        search_bases=() if search_base is None else search_base,
         text=text,
         length=length,
         rows=rows,

@@ -12,6 +12,8 @@ from typing import Any, Literal, get_args
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hybridize.models.configuration import HybridConfig
+from hybridize.models.families import base_architecture
+from hybridize.models.modeling import HybridForCausalLM
 from hybridize.problems import nearest
 
 Trick = Literal["none", "yarn", "dynamic_ntk"]
@@ -30,15 +32,14 @@ def with_length_trick(config: PreTrainedConfig, trick: Trick, length: int) -> Pr
     Layers that see a sliding window or chunks only, where the config gives them positions of their own, stay as they are.
 
     Raises:
-        ValueError: an unknown trick, a hybrid's config (its spec holds its positions; a control, whose every layer is the
-            teacher's, is none), no rotary positions, or positions that are scaled already, where the two scalings would not
-            add up.
+        ValueError: an unknown trick, a hybrid's config (its spec holds its positions), no rotary positions, or positions
+            that are scaled already, where the two scalings would not add up.
     """
     if trick not in get_args(Trick):
         raise ValueError(f"trick is {trick!r}; {nearest(trick, get_args(Trick))}")
     if trick == "none":
         return config
-    if isinstance(config, HybridConfig) and not config.spec.is_the_teachers:
+    if isinstance(config, HybridConfig):
         raise ValueError(
             "config is a hybrid's, whose spec holds its positions; length tricks are for teachers and controls"
         )
@@ -69,12 +70,18 @@ def with_length_trick(config: PreTrainedConfig, trick: Trick, length: int) -> Pr
 
 
 def with_longer_positions(model: PreTrainedModel, trick: Trick, length: int) -> PreTrainedModel:
-    """A teacher (or a control) built again by `with_length_trick`'s config around the same weights (nothing is copied);
-    `model` itself where the config stays. Raises ValueError as that does."""
-    config = with_length_trick(model.config, trick, length)
-    if config is model.config:
+    """A teacher built again by `with_length_trick`'s config around the same weights (nothing is copied); `model` itself where
+    the config stays. A control, a hybrid whose every layer is its teacher's, becomes the plain model that it is.
+
+    Raises ValueError as `with_length_trick` does."""
+    before, architecture = model.config, type(model)
+    if isinstance(model, HybridForCausalLM) and model.is_a_control:
+        before = model.config.base_config()
+        architecture = base_architecture(before)
+    config = with_length_trick(before, trick, length)
+    if config is before:
         return model
-    longer: PreTrainedModel = type(model).from_pretrained(
+    longer: PreTrainedModel = architecture.from_pretrained(
         None, config=config, state_dict=model.state_dict(), dtype=model.dtype
     )
     longer.generation_config = model.generation_config

@@ -65,6 +65,11 @@ class Questions:
                 raise ValueError(
                     f"{name} is of RULER's tasks, and none is asked; name some (ruler: niah) or leave it out"
                 )
+        for name in ("include_path", "limit", "shots"):
+            if getattr(self, name) is not None and not self.harness:
+                raise ValueError(
+                    f"{name} is of lm-eval's tasks, and none is asked; name some (tasks: lolcats) or leave it out"
+                )
         if self.harness:
             expand(self.harness, self.shots)
         if not self.lengths or min(self.lengths) < 2:

@@ -333,6 +333,12 @@ class TokenMixer(nn.Module):
         turned = not self.shape.rope and any(group.position == "rope" for group in self.spec.groups)
         return self.spec.keeps_projections and not turned
 
+    @property
+    def is_the_teachers(self) -> bool:
+        """Whether the layer computes its teacher's own attention, with whatever weights."""
+        changed = any(group.window is not None or group.own_parameters for group in self.spec.groups)
+        return self.spec.is_softmax and self.keeps_projections and not changed
+
     def teacher(self, q_BTHD: Tensor, k_BTGD: Tensor, v_BTGV: Tensor, sequences: Sequences) -> Tensor:
         """`o_BTHV` of the attention that was replaced: softmax over the teacher's own window.
 

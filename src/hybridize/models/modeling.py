@@ -81,6 +81,11 @@ class HybridForCausalLM(Interventions, PreTrainedModel, GenerationMixin):
         self._no_split_modules = list(base._no_split_modules or [])
         self.post_init()
 
+    @property
+    def is_a_control(self) -> bool:
+        """Whether every layer computes its teacher's own attention, with whatever weights."""
+        return all(mixer.is_the_teachers for mixer in self.mixers)
+
     @classmethod
     def from_teacher(cls, teacher: PreTrainedModel, config: HybridConfig) -> HybridForCausalLM:
         """The hybrid around `teacher`'s own weights (nothing is copied; the teacher object must not be used again)."""

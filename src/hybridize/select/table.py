@@ -62,7 +62,10 @@ class Score:
             return cls(float(plain))
         if not isinstance(plain, dict) or "value" not in plain:
             raise ValueError(f"a score is {plain!r}; it must be a number, or an object with a value")
-        return cls(*_numbers(plain), tuple(ScorePart.read(part) for part in plain.get("parts", ())))
+        parts = plain.get("parts", [])
+        if not isinstance(parts, list | tuple):
+            raise ValueError(f"a score has the parts {parts!r}; they must be a list")
+        return cls(*_numbers(plain), tuple(ScorePart.read(part) for part in parts))
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,8 @@ class LayerScores:
         recall, knowledge = (
             Score.read(plain[key]) if plain.get(key) is not None else None for key in ("recall", "knowledge")
         )
+        if loss is not None and not _is_number(loss):
+            raise ValueError(f"loss is {loss!r}; it must be a number")
         return cls(layer, recall, knowledge, None if loss is None else float(loss))
 
     def plain(self) -> dict[str, Any]:
