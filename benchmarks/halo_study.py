@@ -8,8 +8,9 @@ Every model is an ordinary run of `hybridize convert` with the shipped recipe `h
 changed), followed by `hybridize eval`: perplexity on two held-out texts, passkeys, and RULER's single needles (NIAH, the mean of
 single-1 to 3) at lengths up to far beyond the training length. All steps of the recipe are distilled from the teacher, so the
 equally tuned teacher is the teacher (its own distributions teach it nothing); of the `ce` runs it is `control`, the teacher after their long stage.
-Both are measured as they are and, beyond their 8,192 positions, under YaRN and with a declared NTK base. An interrupted study continues, and calls for different runs add up. benchmarks/results/halo-smollm2-135m.json keeps the figures, the
-chosen layers and the single-layer scores, each run with its commit, command and machine.
+Both are measured as they are and, beyond their 8,192 positions, under YaRN and with a declared NTK base. An interrupted study continues,
+and calls for different runs add up. benchmarks/results/halo-smollm2-135m.json keeps the figures, the chosen layers and the single-layer scores,
+each run with its commit, command and machine.
 """
 
 from __future__ import annotations
@@ -59,11 +60,13 @@ CONTROL = "control"
 """The name of the teacher's own runs."""
 
 
-def tuned_teacher() -> list[str]:
-    """What makes of the recipe the teacher with its last stage alone, on next tokens."""
-    step = yaml.safe_load((ROOT / "recipes" / f"{RECIPE}.yaml").read_text())["steps"][-1]
-    step["long_context"]["objective"] = "ce"
-    return ["spec={all: {attention: softmax}}", f"steps={json.dumps([step])}"]
+def tuned_teacher(overrides: list[str]) -> list[str]:
+    """What makes of the recipe the teacher with its last stage alone, on next tokens; `overrides` of the other stages go with them."""
+    *others, last = yaml.safe_load((ROOT / "recipes" / f"{RECIPE}.yaml").read_text())["steps"]
+    last["long_context"]["objective"] = "ce"
+    gone = tuple(f"{kind}." for step in others for kind in step)
+    shared = [change for change in overrides if not change.startswith(gone)]
+    return ["spec={all: {attention: softmax}}", f"steps={json.dumps([last])}", *shared]
 
 
 def named(name: str, seed: int, overrides: list[str]) -> Job | None:
@@ -77,9 +80,7 @@ def named(name: str, seed: int, overrides: list[str]) -> Job | None:
         return Job(name, RECIPE, [f"seed={seed}", *changes, *overrides])
     kinds, _, own = name.rpartition("-")
     if own.isdecimal() and kinds == CONTROL:
-        lacks = tuple(f"{kind}." for kind in ("transfer", "select", "distill"))
-        shared = [change for change in overrides if not change.startswith(lacks)]
-        return Job(name, RECIPE, [f"seed={own}", *tuned_teacher(), *shared])
+        return Job(name, RECIPE, [f"seed={own}", *tuned_teacher(overrides)])
     if not own.isdecimal() or any(kind not in VARIANTS for kind in kinds.split("+")):
         return None
     changes = [change for kind in kinds.split("+") for change in VARIANTS[kind]]

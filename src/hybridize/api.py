@@ -290,15 +290,16 @@ def evaluate(
     hybrid = model if isinstance(model, HybridForCausalLM) else None
     if hybrid is None and mode != "hybrid":
         raise ValueError(f"mode is {mode!r}, but {run_or_model} is no hybrid: there is no branch to remove")
-    if length_trick != "none" and hybrid is not None and not hybrid.is_a_control:
-        raise ValueError(
-            f"length_trick is {length_trick!r}, but {run_or_model} is a hybrid, whose spec says what its positions are; "
-            "tricks are for teachers and controls"
-        )
-    if length_trick != "none" and mode != "hybrid":
-        raise ValueError(
-            f"mode is {mode!r} with length_trick {length_trick!r}: a control has no branch to remove"
-        )
+    if hybrid is not None and length_trick != "none":
+        if not hybrid.is_a_control:
+            raise ValueError(
+                f"length_trick is {length_trick!r}, but {run_or_model} is a hybrid, whose spec says what its positions are; "
+                "tricks are for teachers and controls"
+            )
+        if mode != "hybrid":
+            raise ValueError(
+                f"mode is {mode!r} with length_trick {length_trick!r}: a control has no branch to remove"
+            )
     folder = Path(run_or_model) / "ruler" if hybrid is not None else None
     model, loaded = with_longer_positions(model, length_trick, max(lengths)), model  # type: ignore[arg-type]
     stretched = model is not loaded

@@ -17,14 +17,7 @@ from hybridize.convert.run_folder import read_json
 from hybridize.extend import logit_scale
 from hybridize.extend.logit_scale import parse_bases, parse_logit_scale, search_base, with_logit_scale
 from hybridize.models.modeling import HybridForCausalLM
-from hybridize.spec import (
-    ConstantScale,
-    HybridSpec,
-    LogDeclared,
-    LogLength,
-    LogPosition,
-    ResolvedSpec,
-)
+from hybridize.spec import ConstantScale, HybridSpec, LogDeclared, LogLength, LogPosition, ResolvedSpec
 
 SPEC = HybridSpec.model_validate(
     {

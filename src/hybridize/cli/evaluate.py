@@ -133,7 +133,7 @@ def evaluate(
     ] = None,
     length_trick: Annotated[
         LengthTrick,
-        typer.Option(help="Stretch a teacher's positions to the longest of --lengths."),
+        typer.Option(help="Stretch a teacher's (or a control's) positions to the longest of --lengths."),
     ] = LengthTrick.none,
     json_file: Annotated[
         Path | None,

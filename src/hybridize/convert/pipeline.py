@@ -173,17 +173,12 @@ class _Conversion:
     def finished(self, last: int) -> bool:
         """Whether the student after step `last` is saved and everything up to there is measured."""
         steps = list(enumerate(self.recipe.steps[: last + 1]))
-        measured = all(self.milestones.measured(_after(self.recipe, index)) for index, _ in steps)
-        selects = [
+        folders = (
             self.folder.step(index, step.kind) for index, step in steps if isinstance(step, SelectStep)
-        ]
-        chosen = all(selected(folder) is not None for folder in selects)
-        return (
-            self.folder.student_after() == last
-            and self.milestones.measured("teacher")
-            and measured
-            and chosen
         )
+        chosen = all(selected(folder) is not None for folder in folders)
+        names = ["teacher", *(_after(self.recipe, index) for index, _ in steps)]
+        return chosen and self.folder.student_after() == last and all(map(self.milestones.measured, names))
 
     def run(self, last: int) -> None:
         """From the teacher to the saved student after step `last`."""
@@ -296,7 +291,8 @@ def _undecided(run: RunFolder, recipe: Recipe) -> list[int]:
 
     def begun(index: int) -> bool:
         return any(
-            run.step(later, step.kind).exists() for later, step in enumerate(recipe.steps) if later > index
+            run.step(later, step.kind).exists()
+            for later, step in enumerate(recipe.steps[index + 1 :], index + 1)
         )
 
     return [

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
+from hybridize.layers.family import LayerShape, Projections
 from hybridize.layers.placing import place
 from hybridize.mixers.recurrent import RecurrentMixer
 from hybridize.mixers.registry import build_mixer
@@ -29,47 +30,6 @@ Mode = Literal["hybrid", "softmax_only", "far_only", "linear_only", "sinks_only"
 Scope = Literal["mixed", "all"]
 SINKS_ONLY = 8
 """`sinks_only` sees the first 8 positions (DESIGN D12)."""
-
-
-class LayerShape(Protocol):
-    """A layer's attention in numbers; see `models.families.AttentionShape`."""
-
-    @property
-    def layer(self) -> int: ...
-    @property
-    def hidden(self) -> int: ...
-    @property
-    def heads(self) -> int: ...
-    @property
-    def kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def scale(self) -> float: ...
-    @property
-    def softcap(self) -> float | None: ...
-    @property
-    def window(self) -> int | None: ...
-    @property
-    def rope(self) -> bool: ...
-    @property
-    def layers(self) -> int: ...
-    @property
-    def normed(self) -> bool: ...
-
-
-class Projections(Protocol):
-    """How a family projects into and out of its attention; see `models.families.Family`."""
-
-    def heads(self, mixer: Any, shape: Any, x_BTE: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
-
-    def rotate(
-        self, q_BTHD: Tensor, k_BTGD: Tensor, position_embeddings: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor]: ...
-
-    def expand(self, mixer: nn.Module, shape: Any) -> None: ...
-
-    def finish(self, mixer: Any, o_BTHD: Tensor) -> Tensor: ...
 
 
 @dataclass

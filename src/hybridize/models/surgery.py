@@ -60,7 +60,7 @@ def replace_layers(student: HybridForCausalLM, teacher: HybridForCausalLM, spec:
 
 def _rebuilt(student: HybridForCausalLM, source: TokenMixer, index: int, layer: LayerSpec) -> TokenMixer:
     """Layer `index` of the student from a copy of the teacher's attention, in the student's dtype and mode."""
-    if not (source.spec.is_softmax and source.keeps_projections):
+    if not source.is_the_teachers:
         raise ValueError(f"layer {index} of the teacher is not its own softmax attention any more")
     like = next(student.mixers[index].parameters())
     children = copy.deepcopy(source)

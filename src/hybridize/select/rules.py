@@ -180,9 +180,8 @@ def _number(keep: Keep) -> int | Fraction:
         number = None
     if number is None:
         raise ValueError(f"keep is {keep!r}; write a share such as '1/4' or a number of layers")
-    if (
-        number >= 1 and not isinstance(keep, Fraction) and "/" not in str(keep)
-    ):  # 1.0 could be all layers, or one
+    # 1.0 could be all layers, or one
+    if number >= 1 and not isinstance(keep, Fraction) and "/" not in str(keep):
         raise ValueError(f"keep is {keep!r}; write a share below 1, or a whole number of layers")
     return number
 

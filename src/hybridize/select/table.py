@@ -183,9 +183,8 @@ def load_scores(path: Path | str) -> ScoreTable:
 def _numbers(plain: Mapping[str, Any]) -> tuple[float, float | None, int]:
     """`value`, `standard_error` (null where it is unknown) and `samples` of a score or of a part of it."""
     value, error, samples = plain.get("value"), plain.get("standard_error"), plain.get("samples", 0)
-    if not _is_number(
-        value
-    ):  # NaN and what lies outside [0, 1] are refused by the rules, which name the layer
+    # NaN and what lies outside [0, 1] are refused by the rules, which name the layer
+    if not _is_number(value):
         raise ValueError(f"a score has the value {value!r}; it must be a number")
     if error is not None and not (_is_number(error) and error >= 0):
         raise ValueError(f"a score has the standard_error {error!r}; it must be a number")
